@@ -1,0 +1,24 @@
+"""Lossless speculative decoding and the drafters for it.
+
+What a user keeps after training. Imports torch, transformers and safetensors and nothing heavier.
+"""
+
+from specdec.decode import Generation, Limits, Round, generate
+from specdec.drafter import open_drafter
+from specdec.errors import UserError
+from specdec.sampling import Sampling
+from specdec.target import Target, TargetConfig
+from specdec.tree import TokenTree
+
+__all__ = [
+    "Generation",
+    "Limits",
+    "Round",
+    "Sampling",
+    "Target",
+    "TargetConfig",
+    "TokenTree",
+    "UserError",
+    "generate",
+    "open_drafter",
+]

@@ -1,0 +1,76 @@
+"""TokenTree: what a drafter proposes, for a batch of rows, as two integer arrays.
+
+Positions, attention masks and paths all derive from `parents`. A chain is a tree, and plain decoding is a
+tree with only a root, so one loop serves every method. Accepting nodes is `accept.py`'s subject.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROOT = -1
+PAD = -2
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Proposed tokens of B rows, N nodes each, parents before children.
+
+    tokens: [B, N]; column 0 is the pending token (decided, not yet read by the target).
+    parents: [B, N]; column 0 is ROOT, PAD marks unused nodes, otherwise ``parents[b, n] < n``.
+    draft_probs: [B, N, V] or None; row n is the distribution the children of node n were drawn from. None
+        says that no chance was involved in choosing the nodes.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    draft_probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
+            raise ValueError(
+                f"tokens and parents must both be [B, N], got {tuple(self.tokens.shape)} "
+                f"and {tuple(self.parents.shape)}"
+            )
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> TokenTree:
+        """A chain per row: tokens [B, N], each node the child of the one before it."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        return cls(tokens, parents.expand_as(tokens))
+
+    @property
+    def nodes(self) -> int:
+        """N, padding included."""
+        return self.tokens.shape[1]
+
+    def ancestors(self) -> Tensor:
+        """bool [B, N, N]: entry [b, n, m] says that m is n itself or lies between n and the root."""
+        count = self.nodes
+        eye = torch.eye(count, device=self.tokens.device)
+        # one_hot has no code for "no parent": shift by two and drop the columns of PAD and ROOT.
+        edge = torch.nn.functional.one_hot(self.parents.long() + 2, count + 2)[..., 2:]
+        reach = eye + edge.to(eye.dtype)
+        steps = 1
+        while steps < count:  # path lengths double with each product
+            reach = (reach @ reach).clamp(max=1)
+            steps *= 2
+        return reach.bool()
+
+    def depths(self) -> Tensor:
+        """[B, N]: number of edges between a node and its root; 0 for padding."""
+        return self.ancestors().sum(-1) - 1
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Accepted nodes of each row, root first.
+
+    nodes: [B, M]; entries past ``lengths`` are meaningless. lengths: [B], at least 1 (the root itself).
+    """
+
+    nodes: Tensor
+    lengths: Tensor
