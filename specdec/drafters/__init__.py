@@ -1,0 +1,1 @@
+"""One file per drafting method; the file name is its key."""

@@ -1,0 +1,247 @@
+"""EAGLE-3 and 3.1: one decoder layer that reads the target's features and continues on its own.
+
+Slot t pairs the feature of position t with token x_{t+1} and predicts x_{t+2}; the next slot takes the layer's own
+output in the feature's place. What engines expect of the numerics: the embedding half comes first in the attention
+input, the residual stream is the un-normed feature. Sources: EAGLE-3 (2503.01840 §3), EAGLE-3.1 (2605.09992: per-tap
+norm, normed feedback). Training is train/objectives/eagle.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.align import read_ahead
+from specdec.drafter import Context
+from specdec.errors import UserError
+from specdec.layers import RMSNorm, SlotCache, rotate
+from specdec.sampling import Sampling
+from specdec.target import Tap, Target
+from specdec.tree import TokenTree
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value) [B, H, N, d] -> [B, N, H·d]; the caller owns keys, values and mask."""
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """conf/drafter/eagle.yaml, `model`."""
+
+    draft_vocab_size: int = 8192
+    """Tokens the drafter can propose; at most the target's vocabulary."""
+    taps: list[int] | None = None
+    """Three residual-stream taps (after k layers); null takes 2, L/2 and L-3."""
+    fc_norm: bool = True
+    """EAGLE-3.1: norm each tap before they are fused."""
+    norm_output: bool = True
+    """EAGLE-3.1: feed back the normed output."""
+    depth: int = 5
+    """Tokens proposed per round."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise UserError(f"drafter.model.depth must be 1 or more, got {self.depth}")
+        if self.draft_vocab_size < 16:
+            raise UserError(f"drafter.model.draft_vocab_size must be 16 or more, got {self.draft_vocab_size}")
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """Everything that fixes the tensors and the numerics; saved as the drafter folder's config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: list[int]
+    target_layers: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_positions: int
+    fc_norm: bool
+    norm_output: bool
+    depth: int
+
+
+def shape_for(config: EagleConfig, target: Target) -> EagleShape:
+    """The drafter's shape for a target. Raises UserError for taps or a vocabulary the target does not have."""
+    c, count = target.model.config, target.layers
+    taps = config.taps if config.taps is not None else [min(2, count - 1), count // 2, max(count - 3, 0)]
+    if len(taps) != 3 or not all(0 <= tap < count for tap in taps):
+        raise UserError(f"drafter.model.taps must be three numbers from 0 to {count - 1}, got {taps}")
+    if config.draft_vocab_size > target.vocab_size:
+        raise UserError(
+            f"drafter.model.draft_vocab_size is {config.draft_vocab_size}, the target has {target.vocab_size} tokens"
+        )
+    return EagleShape(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        heads=c.num_attention_heads,
+        kv_heads=c.num_key_value_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=config.draft_vocab_size,
+        taps=sorted(taps),
+        target_layers=count,
+        rope_theta=target.rope_theta,
+        rms_norm_eps=c.rms_norm_eps,
+        max_positions=target.window,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        depth=config.depth,
+    )
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer whose attention reads [embedding ; feature] and whose residual is the feature."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.shape = shape
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.q_proj = nn.Linear(2 * width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, width, bias=False)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.gate_proj = nn.Linear(width, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(width, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, width, bias=False)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """embedded, hidden [B, N, D]; positions [B, N] -> [B, N, D], un-normed."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)
+        theta = self.shape.rope_theta
+        query = rotate(self._split(self.q_proj(x)), positions, theta)
+        key = rotate(self._split(self.k_proj(x)), positions, theta)
+        hidden = hidden + self.o_proj(attend(query, key, self._split(self.v_proj(x))))
+        x = self.post_attention_layernorm(hidden)
+        return hidden + self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+
+class Eagle(nn.Module):
+    """The drafter. The target's embedding is used and never saved.
+
+    Buffer draft_ids [draft_vocab_size]: the target's id of each draft token, ascending.
+    """
+
+    draft_ids: Tensor
+
+    def __init__(self, shape: EagleShape, embedding: nn.Module) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.shape = shape
+        self.taps: tuple[Tap, ...] = tuple(shape.taps)
+        self.depth = shape.depth
+        self._embedding = [embedding]  # in a list: not a submodule, so neither saved nor trained
+        count = len(shape.taps) if shape.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(width, shape.rms_norm_eps) for _ in range(count))
+        self.fc = nn.Linear(len(shape.taps) * width, width, bias=False)
+        self.layer = Layer(shape)
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(width, shape.draft_vocab_size, bias=False)
+        self.register_buffer("draft_ids", torch.zeros(shape.draft_vocab_size, dtype=torch.long))
+        self._cache = SlotCache(0, 0)
+
+    # -- the network, shared by training and decoding ----------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding[0](tokens)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Taps [..., S, D] to the first step's feature [..., D]."""
+        if self.shape.fc_norm:
+            parts = [norm(features[..., index, :]) for index, norm in enumerate(self.fc_norm)]
+            return self.fc(torch.cat(parts, -1))
+        return self.fc(features.flatten(-2))
+
+    def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One application of the layer: what the head reads, and the feature of the next step; both [B, N, D]."""
+        out = self.layer(self.embed(tokens), hidden, positions, attend)
+        normed = self.norm(out)
+        return normed, normed if self.shape.norm_output else out
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., D] to logits over the draft vocabulary."""
+        return self.lm_head(normed)
+
+    # -- the Drafter contract ----------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> int:
+        return 1 + self.depth
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self._cache = SlotCache(rows, capacity + self.depth)
+
+    def select(self, rows: Tensor) -> None:
+        self._cache.select(rows)
+
+    @torch.inference_mode()
+    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:  # noqa: ARG002
+        """A chain of `depth` likeliest tokens. Raises ValueError without features."""
+        if context.features is None:
+            raise ValueError("EAGLE needs the target's features")
+        count = context.features.shape[1]
+        starts = context.lengths - 1 - context.counts
+        positions = starts[:, None] + torch.arange(count, device=starts.device)
+        end = int(positions[:, -1].max()) + 1
+        tokens = read_ahead(context.tokens, starts, count)
+        normed, hidden = self._cached(tokens, self.fuse(context.features), positions, end)
+        last = (context.counts - 1)[:, None, None].expand(-1, 1, normed.shape[2])
+        normed, hidden = normed.gather(1, last), hidden.gather(1, last)
+        position = (context.lengths - 2)[:, None]
+        chain = [context.pending()[:, None]]
+        for step in range(self.depth):
+            if step:
+                position = position + 1
+                normed, hidden = self._cached(chain[-1], hidden, position, end + step)
+            chain.append(self.draft_ids[self.logits(normed).argmax(-1)])
+        return TokenTree.chain(torch.cat(chain, 1))
+
+    def _cached(self, tokens: Tensor, hidden: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        return self.step(tokens, hidden, positions, lambda q, k, v: self._cache.attend(q, k, v, positions, end))
+
+
+def create(config: EagleConfig, target: Target, draft_ids: Tensor, generator: torch.Generator) -> Eagle:
+    """A new drafter: output matrix and final norm from the target, the last tap passed through, the rest random."""
+    drafter = Eagle(shape_for(config, target), target.embedding)
+    width = drafter.shape.hidden_size
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 2 and name != "lm_head.weight":
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        # Both branches start near zero so that the first output is the fused feature itself.
+        drafter.layer.o_proj.weight.mul_(0.1)
+        drafter.layer.down_proj.weight.mul_(0.1)
+        drafter.fc.weight.mul_(0.1)[:, -width:].add_(torch.eye(width))
+        drafter.draft_ids.copy_(draft_ids)
+        drafter.lm_head.weight.copy_(target.head_rows(draft_ids))
+        drafter.norm.weight.copy_(target.final_norm())
+    return drafter.to(target.device)
+
+
+def config_of(drafter: Eagle) -> dict[str, Any]:
+    """What save_drafter writes beside the weights."""
+    return asdict(drafter.shape)
+
+
+def from_config(config: dict[str, Any], target: Target) -> Eagle:
+    """An empty drafter of the saved shape. Raises UserError if it was made for a target of another shape."""
+    shape = EagleShape(**config)
+    for key, here in (("hidden_size", target.width), ("vocab_size", target.vocab_size), ("target_layers", target.layers)):
+        if config[key] != here:
+            raise UserError(f"this drafter was made for a target with {key} {config[key]}; {target.name} has {here}")
+    return Eagle(shape, target.embedding)

@@ -1,0 +1,357 @@
+"""Target: an unmodified causal LM of transformers, with a cache of slots and taps into its residual stream.
+
+The only file that touches the target's cache. Rows have their own lengths: a node of a tree is written to slot
+length + node, and a key is visible when its slot is before the row's length or holds an ancestor of the reading
+node. Rejected nodes are simply never counted, and are overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specdec import attention
+from specdec.errors import UserError
+from specdec.source import resolve
+from specdec.tree import Paths, TokenTree
+
+Tap = int | Literal["final"]
+BUCKET = 64  # attention looks at a whole number of these slots
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """conf/target/*.yaml: which model the drafter is for."""
+
+    name: str
+    """Short name, used in the run folder."""
+    source: str
+    """Hugging Face id or folder, a .gguf file, or package:NAME/FILE.gguf."""
+    dtype: str = "float32"
+    """float64, float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    cache: str = "runs/targets"
+    """Where dequantised GGUF files are kept."""
+
+    def __post_init__(self) -> None:
+        known = ("float64", "float32", "bfloat16", "float16")
+        if self.dtype not in known:
+            raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the target says about every node: logits [B, N, V] and features [B, N, S, D] (None without taps)."""
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class _Slots(CacheLayerMixin):
+    """One layer's keys and values, [B, heads, L, d], preallocated on first use."""
+
+    def __init__(self, plan: _Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.plan.rows, self.plan.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        if self.plan.slots is None:  # the prompt: nothing before it to look at
+            keys[:, :, : key_states.shape[2]] = key_states
+            values[:, :, : value_states.shape[2]] = value_states
+            return key_states, value_states
+        at = (torch.arange(keys.shape[0], device=keys.device)[:, None], slice(None), self.plan.slots)
+        keys[at] = key_states.transpose(1, 2)
+        values[at] = value_states.transpose(1, 2)
+        return keys[:, :, : self.plan.visible], values[:, :, : self.plan.visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        return self.plan.visible, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.plan.capacity
+
+
+@dataclass
+class _Plan:
+    """Where the next forward writes; shared by the cache layers."""
+
+    rows: int
+    capacity: int
+    slots: Tensor | None = None
+    visible: int = 0
+
+
+class Target:
+    """A causal LM that reads token trees.
+
+    lengths [B]: positions read and kept, per row. Use: start(prompts) once, then read(trees) and keep(paths) in turns.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "target") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.taps: tuple[Tap, ...] = ()
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        self._cache = Cache(layers=[])
+        self._plan = _Plan(0, 0)
+        self._longest = 0
+        _refuse_unsupported(model)
+        self._stock_attention = model.config._attn_implementation
+        self._layers = _decoder_layers(model)
+        model.set_attn_implementation(attention.NAME)
+        self._check_head()
+
+    # -- what the model is -------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def width(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Longest context the model was made for, in tokens."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end an answer: the generation config's, and the tokenizer's own end token."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(found))
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def head(self, final: Tensor) -> Tensor:
+        """Normed final states [..., D] to logits [..., V]."""
+        return self.model.get_output_embeddings()(final)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output matrix: ids [n] -> [n, D]."""
+        return self.model.get_output_embeddings().weight[ids.to(self.device)]
+
+    def final_norm(self) -> Tensor:
+        """Weight of the norm before the head, [D]; ones where the model has none by that name."""
+        norms = [m for name, m in self.model.base_model.named_children() if name in ("norm", "final_layer_norm", "ln_f")]
+        return cast(Tensor, norms[0].weight) if norms else torch.ones(self.width, device=self.device)
+
+    @property
+    def head_dim(self) -> int:
+        config = self.model.config.to_dict()
+        return config.get("head_dim") or self.width // config["num_attention_heads"]
+
+    @property
+    def rope_theta(self) -> float:
+        config = self.model.config.to_dict()
+        return float((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
+
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[PreTrainedModel]:
+        """The model as transformers made it, for `model.generate`."""
+        self.model.set_attn_implementation(self._stock_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Sequence[int]], room: int, taps: tuple[Tap, ...] = ()) -> Reading:
+        """Forget everything and read prompts (B lists of ids), leaving `room` slots for what follows.
+
+        Returns the logits of each row's last position [B, 1, V] and the features of all positions [B, P, S, D],
+        right-padded. Raises UserError where a prompt is empty or does not fit the window.
+        """
+        sizes = [len(prompt) for prompt in prompts]
+        if min(sizes) == 0:
+            raise UserError(f"prompt {sizes.index(0)} is empty: there is no token to start from")
+        if max(sizes) >= self.window:
+            raise UserError(
+                f"prompt {sizes.index(max(sizes))} has {max(sizes)} tokens; the target's window is {self.window}"
+            )
+        self.taps = taps
+        self.lengths = torch.tensor(sizes, device=self.device)
+        self._longest = max(sizes)
+        capacity = -(-(max(sizes) + room) // BUCKET) * BUCKET
+        self._plan = _Plan(len(prompts), capacity)
+        self._cache = Cache(layers=[_Slots(self._plan) for _ in range(self.layers)])
+        tokens = torch.zeros(len(prompts), max(sizes), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.as_tensor(prompt)
+        position = torch.arange(max(sizes), device=self.device)
+        mask = (position[:, None] >= position).expand(len(prompts), 1, -1, -1)
+        final, features = self._forward(tokens.to(self.device), position.expand(len(prompts), -1), mask)
+        last = final[torch.arange(len(prompts)), self.lengths - 1]
+        return Reading(self.head(last)[:, None], features)
+
+    @torch.inference_mode()
+    def read(self, trees: TokenTree) -> Reading:
+        """Read every node of every row's tree; nothing is kept until keep()."""
+        count = trees.nodes
+        if self._longest + count > self._plan.capacity:
+            raise ValueError(f"{count} nodes after {self._longest} positions exceed {self._plan.capacity} slots")
+        visible = min(-(-(self._longest + count) // BUCKET) * BUCKET, self._plan.capacity)
+        node = torch.arange(count, device=self.device)
+        slots = self.lengths[:, None] + node
+        within = trees.ancestors()
+        depth = within.sum(-1) - 1
+        key = torch.arange(visible, device=self.device)
+        mask = (key < self.lengths[:, None])[:, None, :].repeat(1, count, 1)
+        mask.scatter_(2, slots[:, None, :].expand(-1, count, -1), within)
+        self._plan.slots, self._plan.visible = slots, visible
+        final, features = self._forward(trees.tokens, self.lengths[:, None] + depth, mask[:, None])
+        return Reading(self.head(final), features)
+
+    @torch.inference_mode()
+    def keep(self, paths: Paths) -> None:
+        """Move the accepted nodes to the row's next slots and forget the rest."""
+        moved = torch.arange(paths.nodes.shape[1], device=self.device).expand_as(paths.nodes)
+        accepted = moved < paths.lengths[:, None]
+        if bool(((paths.nodes != moved) & accepted).any()):  # a chain already lies in place
+            rows = torch.arange(self._plan.rows, device=self.device)[:, None]
+            to = self.lengths[:, None] + moved
+            source = self.lengths[:, None] + torch.where(accepted, paths.nodes, moved)
+            for layer in cast("list[_Slots]", self._cache.layers):
+                for store in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
+                    store[rows, :, to] = store[rows, :, source]
+        self.lengths = self.lengths + paths.lengths
+        self._longest = int(self.lengths.max())
+
+    @torch.inference_mode()
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only (finished ones are dropped)."""
+        self.lengths = self.lengths[rows]
+        self._plan.rows = len(rows)
+        self._longest = int(self.lengths.max()) if len(rows) else 0
+        for layer in cast("list[_Slots]", self._cache.layers):
+            layer.keys = cast(Tensor, layer.keys)[rows]
+            layer.values = cast(Tensor, layer.values)[rows]
+
+    @torch.inference_mode()
+    def features(self, tokens: Tensor, taps: tuple[Tap, ...]) -> Tensor:
+        """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D]."""
+        held, self.taps = self.taps, taps
+        position = torch.arange(tokens.shape[1], device=self.device)
+        mask = (position[:, None] >= position).expand(tokens.shape[0], 1, -1, -1)
+        _, features = self._forward(tokens, position.expand_as(tokens), mask, cached=False)
+        self.taps = held
+        return cast(Tensor, features)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cached: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        seen: dict[Tap, Tensor] = {}
+        hooks = [
+            self._layers[tap].register_forward_pre_hook(_recorder(seen, tap), with_kwargs=True)
+            for tap in self.taps
+            if tap != "final"
+        ]
+        try:
+            output = self.model.base_model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=cached,
+                **({"cache": self._cache} if cached else {}),
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        final = output.last_hidden_state
+        seen["final"] = final
+        features = torch.stack([seen[tap] for tap in self.taps], 2) if self.taps else None
+        return final, features
+
+    def _check_head(self) -> None:
+        """The stored-features path must score as the model itself does (scaled or capped logits would differ)."""
+        tokens = torch.tensor([[1, 2]], device=self.device) % self.vocab_size
+        with torch.inference_mode(), self.stock() as model:
+            expected = model(input_ids=tokens, use_cache=False).logits
+            final = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            if not torch.allclose(self.head(final), expected, rtol=1e-3, atol=1e-3):
+                raise UserError(
+                    f"target {self.name}: its logits are not its output matrix times its final state (scaling or "
+                    "soft-capping), which this version cannot decode exactly"
+                )
+
+
+def _recorder(seen: dict[Tap, Tensor], tap: Tap) -> Any:
+    def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return record
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.num_hidden_layers
+    found = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(found) != 1:
+        raise UserError(f"cannot find the {count} decoder layers of {type(model).__name__}")
+    return found[0]
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config
+    kinds = set(config.layer_types or []) if "layer_types" in config.to_dict() else set()
+    if kinds - {"full_attention"}:
+        raise UserError(
+            f"{type(model).__name__} has {', '.join(sorted(kinds - {'full_attention'}))} layers: their cache cannot "
+            "be rolled back, so speculative decoding with it would not be exact"
+        )
+
+
+def load_target(config: TargetConfig, say: Any = print) -> Target:
+    """Open the model and tokenizer of `config.source`. Raises UserError for a source that cannot be loaded."""
+    folder = resolve(config.source, Path(config.cache), say)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.source: cannot load '{config.source}': {first} "
+            "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
+        ) from error
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Target(model.to(device), tokenizer, config.name)

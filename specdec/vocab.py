@@ -1,0 +1,31 @@
+"""The reduced draft vocabulary: which of the target's tokens a drafter can propose.
+
+A draft head over all tokens would cost more than the rest of a one-layer drafter (algorithms §10, §13.1; EAGLE-3,
+FR-Spec 2502.14856). Ids are sorted ascending, as every engine expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def choose_vocab(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
+    """The `size` most frequent ids, sorted: counts [V] -> [min(size, V)].
+
+    `always` (end of turn, template tokens) are in whatever their count; ties go to the lower id, which in a BPE
+    vocabulary is the commoner token.
+    """
+    required = torch.tensor(sorted(set(always)), dtype=torch.long)
+    if len(required) > size:
+        raise ValueError(f"{len(required)} required tokens do not fit a draft vocabulary of {size}")
+    weight = counts.double().clone()
+    weight[required] = torch.inf
+    return weight.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """Share of the counted tokens that the draft vocabulary holds."""
+    return float(counts[ids].sum() / counts.sum().clamp(min=1))
