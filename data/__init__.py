@@ -1,0 +1,1 @@
+"""Prompts to tokens to the target's answers (and its features), on disk."""

@@ -1,0 +1,129 @@
+"""A stage's folder: when it is finished, when it may be continued, when it belongs to other settings.
+
+plan.json is written when a stage begins and holds its settings and the fingerprints of its inputs; manifest.json is
+written last, by rename. No manifest: not finished. Another plan: refused, naming the key that changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import UserError
+
+PLAN = "plan.json"
+MANIFEST = "manifest.json"
+PACKAGES = ("headstart", "torch", "transformers", "datasets", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's folder. finished: nothing is left to do. begun: an earlier run left whole pieces to continue from."""
+
+    folder: Path
+    kind: str
+    plan: dict[str, Any]
+    finished: bool
+    begun: bool
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.plan)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What a finished stage recorded."""
+        return json.loads((self.folder / MANIFEST).read_text())["counts"]
+
+    def finish(self, counts: Mapping[str, Any]) -> None:
+        """Write the manifest: from now on the stage is finished."""
+        record = {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            **self.plan,
+            "counts": dict(counts),
+            "versions": versions(),
+        }
+        write_text(self.folder / MANIFEST, json.dumps(record, indent=2) + "\n")
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits over the canonical JSON of a value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def open_stage(folder: Path, kind: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -> Stage:
+    """Begin, continue or skip a stage.
+
+    Raises UserError when the folder holds the same stage made with other settings or from other inputs.
+    """
+    plan = json.loads(json.dumps({"config": dict(config), "inputs": dict(inputs)}, default=str))
+    path = folder / PLAN
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if before != plan:
+            raise UserError(
+                f"{folder} was made with {_difference(before, plan, kind)}. Use another out=FOLDER, or redo=[{kind}] "
+                "to make this stage and those after it again"
+            )
+        return Stage(folder, kind, plan, (folder / MANIFEST).is_file(), begun=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(plan, indent=2) + "\n")
+    return Stage(folder, kind, plan, finished=False, begun=False)
+
+
+def forget(folder: Path) -> None:
+    """Remove a stage's folder, plan first: a removal that is interrupted leaves nothing that looks whole."""
+    for name in (MANIFEST, PLAN):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    write_by(path, lambda temporary: temporary.write_text(text))
+
+
+def write_by(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call `write` on a temporary name beside `path`, then rename."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _difference(before: Any, after: Any, kind: str) -> str:
+    old, new = _flat(before), _flat(after)
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    # A changed input only says that an earlier stage differs; a changed setting says which, so it comes first.
+    changed.sort(key=lambda key: key.startswith("inputs"))
+    key = changed[0]
+    name = key.removeprefix("config.")
+    return f"{name} = {old.get(key)}, now {new.get(key)} (stage {kind})"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): value}
