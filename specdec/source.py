@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from specdec.errors import UserError
@@ -19,25 +20,34 @@ from specdec.errors import UserError
 PACKAGE = "package:"
 
 
-def resolve(source: str, cache: Path, say: object = print) -> str:
-    """The folder (or hub id) to load `source` from; GGUF files are converted under `cache` on first use.
+def locate(source: str) -> str | Path:
+    """What a source names: a .gguf file (a Path), or a folder or hub id (a str). Loads and writes nothing.
 
-    Raises UserError for a source that does not exist or is not understood.
+    Raises UserError for a file, folder or package that does not exist.
     """
     if source.startswith(PACKAGE):
-        return _from_gguf(_in_package(source), cache, say)
+        return _in_package(source)
     path = Path(source).expanduser()
     if source.endswith(".gguf"):
         if not path.is_file():
-            raise UserError(f"target.source: no file {source}. Give a .gguf file that exists, or a folder or hub id.")
-        return _from_gguf(path, cache, say)
+            raise UserError(f"target.source: no file {source}. Give a .gguf file that exists, a folder or a hub id.")
+        return path
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"target.source: folder {source} has no config.json, so it is not a model folder.")
         return str(path)
-    if source.count("/") > 1 or source.startswith((".", "/", "~")):
-        raise UserError(f"target.source: no folder {source}. Give a model folder, a .gguf file or a hub id.")
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise UserError(
+            f"target.source: '{source}' is not there. It may be a model folder, a .gguf file, package:NAME/FILE.gguf or "
+            "a hub id (OWNER/NAME)."
+        )
     return source
+
+
+def resolve(source: str, cache: Path, say: Callable[[str], None]) -> str:
+    """The folder (or hub id) to load `source` from; a GGUF file is converted under `cache` on first use."""
+    found = locate(source)
+    return _from_gguf(found, cache, say) if isinstance(found, Path) else found
 
 
 def _in_package(source: str) -> Path:
@@ -56,7 +66,7 @@ def _in_package(source: str) -> Path:
     return path
 
 
-def _from_gguf(path: Path, cache: Path, say: object) -> str:
+def _from_gguf(path: Path, cache: Path, say: Callable[[str], None]) -> str:
     """Dequantise once. The folder is named after the file's content and appears whole or not at all."""
     stat = path.stat()
     digest = hashlib.sha256(f"{path.name}:{stat.st_size}".encode())
@@ -67,8 +77,7 @@ def _from_gguf(path: Path, cache: Path, say: object) -> str:
     folder = cache / f"{path.stem}-{digest.hexdigest()[:8]}"
     if (folder / "config.json").is_file():
         return str(folder)
-    if callable(say):
-        say(f"target: dequantising {path.name} once into {folder}")
+    say(f"target: dequantising {path.name} once into {folder}")
     cache.mkdir(parents=True, exist_ok=True)
     working = Path(tempfile.mkdtemp(prefix=".gguf-", dir=cache))
     try:

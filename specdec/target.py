@@ -156,6 +156,12 @@ class Target:
         return tuple(sorted(found))
 
     @property
+    def special_tokens(self) -> tuple[int, ...]:
+        """Ids an answer can contain that no text does: the stop tokens and the tokenizer's special ones."""
+        special = self.tokenizer.all_special_ids if self.tokenizer is not None else []
+        return tuple(sorted({*self.stop_tokens, *special}))
+
+    @property
     def embedding(self) -> nn.Module:
         return self.model.get_input_embeddings()
 

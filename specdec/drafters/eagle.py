@@ -22,6 +22,7 @@ from specdec.layers import RMSNorm, SlotCache, rotate
 from specdec.sampling import Sampling
 from specdec.target import Tap, Target
 from specdec.tree import TokenTree
+from specdec.vocab import choose_vocab
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value) [B, H, N, d] -> [B, N, H·d]; the caller owns keys, values and mask."""
@@ -215,8 +216,20 @@ class Eagle(nn.Module):
         return self.step(tokens, hidden, positions, lambda q, k, v: self._cache.attend(q, k, v, positions, end))
 
 
-def create(config: EagleConfig, target: Target, draft_ids: Tensor, generator: torch.Generator) -> Eagle:
-    """A new drafter: output matrix and final norm from the target, the last tap passed through, the rest random."""
+Config = EagleConfig  # the name the pipeline looks for
+
+
+def taps_for(config: EagleConfig, target: Target) -> tuple[Tap, ...]:
+    """The target's states that this drafter reads."""
+    return tuple(shape_for(config, target).taps)
+
+
+def create(config: EagleConfig, target: Target, counts: Tensor, generator: torch.Generator) -> Eagle:
+    """A new drafter: output matrix and final norm from the target, the last tap passed through, the rest random.
+
+    counts [V]: how often each token occurs in the training texts; the draft vocabulary is the most frequent of them.
+    """
+    draft_ids = choose_vocab(counts, config.draft_vocab_size, target.special_tokens)
     drafter = Eagle(shape_for(config, target), target.embedding)
     width = drafter.shape.hidden_size
     with torch.no_grad():

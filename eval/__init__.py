@@ -1,0 +1,1 @@
+"""Measures: acceptance, speed, losslessness, and the report."""

@@ -1,0 +1,101 @@
+"""From per-prompt records to report.json, report.md and the table a run ends with."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data.artifact import write_text
+from eval.acceptance import DEFINITIONS, acceptance
+from eval.speed import MODES, ratio
+from specdec.decode import Round
+
+SCHEMA = 1
+
+
+def summarise(records: list[dict[str, Any]], own: list[str]) -> dict[str, Any]:
+    """One entry per domain, the trained ones first, from the records of evaluate()."""
+    domains = sorted({r["domain"] for r in records}, key=lambda d: (d not in own, d))
+    return {
+        "schema": SCHEMA,
+        "definitions": DEFINITIONS,
+        "domains": {d: _domain([r for r in records if r["domain"] == d], d in own) for d in domains},
+        "identical": all(r["identical_to_plain"] and r["identical_to_transformers"] for r in records),
+        "prompts": len(records),
+    }
+
+
+def _domain(records: list[dict[str, Any]], trained: bool) -> dict[str, Any]:
+    rounds = [Round(*entry) for record in records for entry in record["rounds"]]
+    seconds = {mode: [record["seconds"][mode] for record in records] for mode in MODES}
+    tokens = sum(record["tokens"] for record in records)
+    return {
+        "trained_on": trained,
+        "prompts": len(records),
+        "tokens": tokens,
+        **asdict(acceptance(rounds)),
+        "identical_to_plain": sum(r["identical_to_plain"] for r in records),
+        "identical_to_transformers": sum(r["identical_to_transformers"] for r in records),
+        "speedup_over_plain": asdict(ratio(seconds["plain"], seconds["drafter"])),
+        "speedup_over_transformers": asdict(ratio(seconds["transformers"], seconds["drafter"])),
+        "tokens_per_second": {mode: tokens / sum(seconds[mode]) for mode in MODES},
+    }
+
+
+def table(summary: dict[str, Any]) -> list[list[str]]:
+    """Header and one row per domain, as text."""
+    rows = [["domain", "prompts", "tau", "accepted", "by position", "identical", "vs plain", "vs transformers"]]
+    for name, d in summary["domains"].items():
+        same = min(d["identical_to_plain"], d["identical_to_transformers"])
+        rows.append(
+            [
+                name if d["trained_on"] else f"{name} (transfer)",
+                str(d["prompts"]),
+                f"{d['tau']:.2f}",
+                f"{100 * d['acceptance_rate']:.0f} %",
+                " ".join(f"{p:.2f}"[1:] if 0 <= p < 1 else "-" if math.isnan(p) else f"{p:.1f}" for p in d["positions"]),
+                f"{same}/{d['prompts']}",
+                _times(d["speedup_over_plain"]),
+                _times(d["speedup_over_transformers"]),
+            ]
+        )
+    return rows
+
+
+def as_text(rows: list[list[str]]) -> str:
+    """Aligned columns for a terminal."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def as_markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """The sentence on losslessness that stands beside every speedup."""
+    total = summary["prompts"]
+    if summary["identical"]:
+        return (
+            f"Greedy output is identical, token for token, to plain decoding and to model.generate on all {total} prompts."
+        )
+    same = sum(min(d["identical_to_plain"], d["identical_to_transformers"]) for d in summary["domains"].values())
+    return f"NOT LOSSLESS HERE: greedy output is identical on {same} of {total} prompts only; see rounds.jsonl."
+
+
+def write_report(folder: Path, summary: dict[str, Any], title: str, facts: dict[str, str]) -> None:
+    """report.json and report.md into `folder`."""
+    write_text(folder / "report.json", json.dumps({**summary, "facts": facts}, indent=2) + "\n")
+    lines = [f"# {title}", "", as_markdown(table(summary)), "", verdict(summary), "", "## Settings", ""]
+    lines += [f"- {key}: {value}" for key, value in facts.items()]
+    lines += ["", "## Definitions", "", *[f"- **{key}**: {value}" for key, value in DEFINITIONS.items()], ""]
+    write_text(folder / "report.md", "\n".join(lines))
+
+
+def _times(entry: dict[str, float]) -> str:
+    return f"{entry['median']:.2f}x ({entry['low']:.2f}-{entry['high']:.2f})"

@@ -1,0 +1,1 @@
+"""Checkpoints that serving engines load as they are."""

@@ -1,0 +1,135 @@
+"""From Hydra's tree to frozen dataclasses. With eval/__main__.py the only place that sees OmegaConf.
+
+The dataclasses live beside the code that reads them; here they are put together and checked before any model loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.distill import DistillConfig
+from data.prepare import DataConfig
+from eval.evaluate import EvalConfig
+from specdec.drafter import drafter_module
+from specdec.errors import UserError, nearest
+from specdec.target import TargetConfig
+from train.log import LogConfig
+from train.loop import FitConfig
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+STAGES = ("prepare", "distill", "fit", "evaluate", "export")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """conf/export/*.yaml."""
+
+    engines: list[str]
+    """Layouts to write: eagle3 (one folder for vLLM, SGLang and TensorRT-LLM)."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+
+    def __post_init__(self) -> None:
+        known = ("eagle3",)
+        for engine in self.engines:
+            if engine not in known:
+                raise UserError(f"export.engines: '{engine}' is not one of {', '.join(known)}.{nearest(engine, known)}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is made from."""
+
+    out: Path
+    seed: int
+    stages: list[str]
+    redo: list[str]
+    target: TargetConfig
+    kind: str
+    model: Any
+    objective: Any
+    data: DataConfig
+    distill: DistillConfig
+    fit: FitConfig
+    eval: EvalConfig
+    export: ExportConfig
+    log: LogConfig
+    plain: dict[str, Any]
+    """The resolved tree, for config.yaml."""
+
+
+def build(cls: type[T], node: DictConfig, where: str) -> T:
+    """A checked dataclass from a config node. Raises UserError naming the key for unknown keys and wrong types."""
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in node:
+        if key not in known:
+            raise UserError(f"unknown config key '{where}.{key}'; known: {', '.join(known)}.{nearest(str(key), known)}")
+    schema = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = f"{where}.{error.full_key}" if error.full_key else where
+        raise UserError(f"{key}: {str(error.msg or error).splitlines()[0]}") from error
+
+
+def read(node: DictConfig) -> RunConfig:
+    """The whole configuration. Raises UserError; loads no model."""
+    OmegaConf.resolve(node)
+    target = build(TargetConfig, node.target, "target")
+    kind = str(node.drafter.kind)
+    module = drafter_module(kind)
+    data = build(DataConfig, node.data, "data")
+    out = node.out or f"runs/{target.name}-{kind}-{'-'.join(data.domains)}"
+    for name in ("stages", "redo"):
+        for stage in node[name]:
+            if stage not in STAGES:
+                raise UserError(f"{name}: '{stage}' is not a stage ({', '.join(STAGES)}).{nearest(stage, STAGES)}")
+    return RunConfig(
+        out=Path(out),
+        seed=int(node.seed),
+        stages=list(node.stages),
+        redo=list(node.redo),
+        target=target,
+        kind=kind,
+        model=build(module.Config, node.drafter.model, "drafter.model"),
+        objective=build(objective_module(kind).Config, node.drafter.objective, "drafter.objective"),
+        data=data,
+        distill=build(DistillConfig, node.distill, "distill"),
+        fit=build(FitConfig, node.fit, "fit"),
+        eval=build(EvalConfig, node.eval, "eval"),
+        export=build(ExportConfig, node.export, "export"),
+        log=build(LogConfig, node.log, "log"),
+        plain=OmegaConf.to_container(node, resolve=True),  # type: ignore[arg-type]
+    )
+
+
+def objective_module(kind: str) -> Any:
+    """train/objectives/<kind>.py. Raises UserError for a drafter that is not trained."""
+    if not (Path(__file__).parent / "objectives" / f"{kind}.py").is_file():
+        raise UserError(f"drafter kind '{kind}' has nothing to train (no train/objectives/{kind}.py)")
+    return importlib.import_module(f"train.objectives.{kind}")
+
+
+def explain(error: Exception, keys: list[str]) -> str:
+    """One line for what Hydra says about a command line, with the nearest key there is."""
+    text = " ".join(str(error).split())
+    if text.startswith("Could not override '"):
+        key = text.split("'")[1]
+        return f"unknown config key '{key}'.{nearest(key, keys)}"
+    return text.replace("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.", "").strip()
+
+
+def flat_keys(node: Any, prefix: str = "") -> list[str]:
+    """Every key of a tree as a dotted name."""
+    if not isinstance(node, dict):
+        return [prefix.rstrip(".")]
+    return [prefix.rstrip("."), *(k for key, value in node.items() for k in flat_keys(value, f"{prefix}{key}."))]

@@ -1,0 +1,142 @@
+"""fit: the training loop, the same for every drafter.
+
+A step is `gradient_accumulation_steps` batches; their losses are sums and counts, divided once. Batches are a function
+of seed and number, so a resumed fit sees what an uninterrupted one would have seen and has the same losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from data.batches import Batch
+from specdec.errors import UserError
+from train import checkpoint
+from train.losses import Total
+from train.optim import Average, adamw, cosine
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """conf/fit/*.yaml."""
+
+    lr: float = 2e-3
+    """Peak learning rate."""
+    epochs: float = 3.0
+    """Passes over the distilled texts; ignored when max_steps is set."""
+    max_steps: int | None = None
+    """Optimiser steps."""
+    batch_size: int = 2
+    """Texts per batch."""
+    gradient_accumulation_steps: int = 1
+    """Batches per optimiser step."""
+    warmup_ratio: float = 0.04
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = 0.01
+    """On matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    average_decay: float = 0.99
+    """Of the moving average of the weights, which is what is saved; 0 turns it off."""
+    save_steps: int = 200
+    """Steps between checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation_steps", "save_steps"):
+            if getattr(self, name) < 1:
+                raise UserError(f"fit.{name} must be 1 or more, got {getattr(self, name)}")
+        if self.lr <= 0 or self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 1):
+            raise UserError("fit.lr, fit.epochs and fit.max_steps must be above 0")
+
+    def steps(self, texts: int) -> int:
+        """Optimiser steps for this many texts."""
+        if self.max_steps is not None:
+            return self.max_steps
+        per_epoch = -(-texts // self.batch_size)
+        return max(1, round(self.epochs * per_epoch / self.gradient_accumulation_steps))
+
+
+class Objective(Protocol):
+    """Sums and counts by name; 'loss' is the one that is minimised."""
+
+    def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]: ...
+
+
+def fit(
+    config: FitConfig,
+    drafter: nn.Module,
+    objective: Objective,
+    make_batches: Callable[[int], Iterator[Batch]],
+    steps: int,
+    save: Callable[[int, Average, torch.optim.Optimizer], Path],
+    resume_from: Path | None,
+    report: Callable[[int, dict[str, float]], None],
+    every: int = 10,
+) -> Path:
+    """Train for `steps` steps and return the last checkpoint.
+
+    make_batches(n) gives the batches from number n on. An interrupt saves a checkpoint first. Raises UserError when the
+    loss is no longer a number, naming the step.
+    """
+    parameters = dict(drafter.named_parameters())
+    optimizer = adamw(list(parameters.values()), config.lr, config.weight_decay)
+    average = Average(parameters, config.average_decay)
+    step = checkpoint.restore(resume_from, drafter, average, optimizer) if resume_from else 0
+    stream = make_batches(step * config.gradient_accumulation_steps)
+    sums: dict[str, Total] = {}
+    path, saved = resume_from, step
+    drafter.train()
+    try:
+        while step < steps:
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * cosine(step, steps, round(config.warmup_ratio * steps))
+            totals = _step(config, drafter, objective, stream, optimizer, list(parameters.values()))
+            average.update(parameters, step)
+            step += 1
+            sums = {name: sums[name] + total if name in sums else total for name, total in totals.items()}
+            if step % every == 0 or step == steps:
+                values = {name: float(total.mean()) for name, total in sums.items()}
+                if not torch.isfinite(torch.tensor(values["loss"])):
+                    raise UserError(f"the loss is {values['loss']} at step {step}; try a lower fit.lr ({config.lr})")
+                report(step, {**values, "lr": optimizer.param_groups[0]["lr"]})
+                sums = {}
+            if step % config.save_steps == 0 or step == steps:
+                path, saved = save(step, average, optimizer), step
+    except KeyboardInterrupt:
+        if step > saved:
+            save(step, average, optimizer)
+        raise
+    assert path is not None
+    return path
+
+
+def _step(
+    config: FitConfig,
+    drafter: nn.Module,
+    objective: Objective,
+    stream: Iterator[Batch],
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+) -> dict[str, Total]:
+    """One optimiser step; returns its detached totals."""
+    sums: dict[str, Total] = {}
+    for _ in range(config.gradient_accumulation_steps):
+        totals = objective(drafter, next(stream))
+        totals["loss"].sum.backward()
+        totals = {name: Total(total.sum.detach(), total.count) for name, total in totals.items()}
+        sums = {name: sums[name] + total if name in sums else total for name, total in totals.items()}
+    count = sums["loss"].count.clamp(min=1e-8)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(count)
+    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums
+
+

@@ -1,0 +1,153 @@
+"""How EAGLE-3 is trained: unrolled as it will be used ("training-time test", 2503.01840 §3.2), with teacher forcing.
+
+Step s predicts with horizon 2 + s. Its attention sees the true features up to its own slot (keys of step 0) and its own
+guesses of steps 1..s, exactly the keys that the decoder's cache holds at that moment. The gradient flows through the
+unroll.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from data.batches import Batch
+from specdec.align import Slots, align
+from specdec.drafters.eagle import Eagle
+from specdec.errors import UserError
+from specdec.layers import grouped
+from specdec.target import Target
+from train.losses import Total, loss_named
+
+
+@dataclass(frozen=True)
+class EagleObjectiveConfig:
+    """conf/drafter/eagle.yaml, `objective`."""
+
+    unroll: int = 3
+    """Steps trained; the decoder may go deeper."""
+    decay: float = 0.8
+    """Step s weighs decay ** s."""
+    loss: str = "lk_hybrid"
+    """kl, tv or lk_hybrid."""
+    teacher_power: float = 2.0
+    """The teacher's probabilities are raised to this power and normalised: above 1 favours greedy serving."""
+    supervise_prompt: bool = False
+    """Also learn the target's distribution over the prompt's own positions."""
+    feature_noise: float = 0.0
+    """Standard deviation of noise on the features, relative to their size."""
+
+    def __post_init__(self) -> None:
+        loss_named(self.loss)
+        if self.unroll < 1:
+            raise UserError(f"drafter.objective.unroll must be 1 or more, got {self.unroll}")
+
+
+class UnrolledAttention:
+    """Keys and values of the steps so far. Called once per step with that step's queries, keys and values.
+
+    Step 0 covers all T slots; later steps only the slots [B, M] that are scored at all, since only step-0 keys are
+    seen by other slots.
+    """
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [B, H, M, d], key and value [B, G, M, d] -> [B, M, H·d]; M is T at step 0."""
+        self.keys.append(key)
+        self.values.append(value)
+        if len(self.keys) == 1:
+            return grouped(query, key, value, None)
+        width = query.shape[3]
+        query = query.unflatten(1, (key.shape[1], -1)) * width**-0.5  # [B, G, share, M, d]
+        count = self.keys[0].shape[2]
+        later = torch.arange(count, device=query.device) > self.slots[..., None]
+        first = query @ self.keys[0][:, :, None].transpose(-1, -2)
+        scores = [first.masked_fill(later[:, None, None], -torch.inf)]
+        scores += [(query * own[:, :, None]).sum(-1, keepdim=True) for own in self.keys[1:]]
+        weights = torch.cat(scores, -1).softmax(-1)
+        out = weights[..., :count] @ self.values[0][:, :, None]
+        for step, own in enumerate(self.values[1:]):
+            out = out + weights[..., count + step, None] * own[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+class EagleObjective:
+    """(drafter, batch) -> {'loss': Total, 'accept_s': Total, …}: accept_s is the top-1 agreement at step s."""
+
+    def __init__(self, config: EagleObjectiveConfig, drafter: Eagle, target: Target) -> None:
+        self.config = config
+        self.loss = loss_named(config.loss)
+        self.teacher_head = target.head_rows(drafter.draft_ids).detach()
+        self.in_vocab = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
+        self.in_vocab[drafter.draft_ids] = True
+        self.horizon = 2
+
+    def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]:
+        assert isinstance(drafter, Eagle)
+        own, final = batch.features[:, :, :-1], batch.features[:, :, -1]
+        rows, slots = self._unroll(drafter, batch, own, final)
+        # One product with the head for all steps together.
+        log_q = drafter.logits(torch.cat(rows)).log_softmax(-1)
+        p = self._teacher(torch.cat([slot.teacher[slot.scored] for slot in slots]))
+        losses = self.loss(p, log_q)
+        agree = (log_q.argmax(-1) == p.argmax(-1)).to(losses.dtype)
+        totals: dict[str, Total] = {}
+        weight, start = 0.0, 0
+        total = losses.new_zeros(())
+        for step, row in enumerate(rows):
+            piece = slice(start, start + len(row))
+            start += len(row)
+            share = self.config.decay**step
+            total = total + share * losses[piece].sum()
+            weight += share * len(row)
+            count = torch.tensor(float(len(row)), device=losses.device)
+            totals[f"accept_{step + 1}"] = Total(agree[piece].sum().detach(), count)
+        return {"loss": Total(total, torch.tensor(float(weight), device=losses.device)), **totals}
+
+    def _unroll(
+        self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor
+    ) -> tuple[list[Tensor], list[Slots]]:
+        if self.config.feature_noise:
+            own = own + torch.randn_like(own) * own.std(-1, keepdim=True) * self.config.feature_noise
+        steps = []
+        for step in range(self.config.unroll):
+            slot = align(batch.tokens, batch.loss_mask, batch.documents, final, self.horizon + step)
+            # A label the drafter cannot propose teaches it nothing (EAGLE-3 drops these rows as well).
+            steps.append(Slots(slot.inputs, slot.labels, slot.teacher, slot.scored & self.in_vocab[slot.labels]))
+        used = scored_slots(steps)
+        attend = UnrolledAttention(used)
+        position = torch.arange(batch.tokens.shape[1], device=own.device).expand_as(batch.tokens)
+        normed, hidden = drafter.step(steps[0].inputs, drafter.fuse(own), position, attend)
+        rows = [normed[steps[0].scored]]
+        hidden = hidden.gather(1, used[..., None].expand(-1, -1, hidden.shape[2]))
+        for step in range(1, self.config.unroll):
+            inputs, scored = steps[step].inputs.gather(1, used), steps[step].scored
+            normed, hidden = drafter.step(inputs, hidden, used + step, attend)
+            rows.append(_scatter(normed, used, scored.shape[1])[scored])
+        return rows, steps
+
+    @torch.no_grad()
+    def _teacher(self, final: Tensor) -> Tensor:
+        """Target distribution over the draft vocabulary, normalised there and sharpened: [n, D] -> [n, Vd]."""
+        return (self.config.teacher_power * (final @ self.teacher_head.T)).softmax(-1)
+
+
+Config, Objective = EagleObjectiveConfig, EagleObjective  # the names the pipeline looks for
+
+
+def scored_slots(steps: list[Slots]) -> Tensor:
+    """[B, M]: slots that are scored at any step, ascending; shorter rows repeat slots that are not."""
+    used = torch.stack([step.scored for step in steps]).any(0)
+    width = max(1, int(used.sum(1).max()))
+    return used.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+
+
+def _scatter(values: Tensor, slots: Tensor, count: int) -> Tensor:
+    """values [B, M, D] to their slots in [B, count, D]; the rest is zero."""
+    out = values.new_zeros(values.shape[0], count, values.shape[2])
+    return out.scatter(1, slots[..., None].expand_as(values), values)
