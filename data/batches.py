@@ -16,7 +16,8 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens [B, T]; loss_mask [B, T], true at tokens to predict; documents [B, T], -1 at padding; features [B, T, S, D].
+    """tokens [B, T]; loss_mask [B, T], true at tokens to predict; documents [B, T], -1 at padding; features
+    [B, T, S, D].
 
     The feature of a text's last token may be missing (it was never read); it is zero and its slot predicts nothing.
     """

@@ -38,7 +38,7 @@ class DistillConfig:
     batch_size: int = 64
     """Prompts answered at a time."""
     features: bool = True
-    """Keep the features the drafter reads (about 2 bytes × width × taps a token); false recomputes them in each step."""
+    """Keep the features the drafter reads (2 bytes × width × taps a token); false recomputes them in each step."""
     max_tokens: int | None = None
     """Stop after about this many answer tokens."""
 
@@ -85,7 +85,11 @@ def distill(
             answers = _answer(config, target, drafter, batch, generator)
             _write(path, batch, answers, target)
         size = _sizes(path)
-        answered, tokens, stopped = answered + len(batch), tokens + size["answer_tokens"], stopped + size["stopped"]
+        answered, tokens, stopped = (
+            answered + len(batch),
+            tokens + size["answer_tokens"],
+            stopped + size["stopped"],
+        )
         progress(answered, len(jobs), tokens)
         if config.max_tokens is not None and tokens >= config.max_tokens:
             break
@@ -93,7 +97,11 @@ def distill(
 
 
 def _answer(
-    config: DistillConfig, target: Target, drafter: Plain, batch: list[tuple[Row, float]], generator: torch.Generator
+    config: DistillConfig,
+    target: Target,
+    drafter: Plain,
+    batch: list[tuple[Row, float]],
+    generator: torch.Generator,
 ) -> list[Generation]:
     limits = Limits(config.max_new_tokens, target.stop_tokens)
     answers: list[Generation] = [Generation()] * len(batch)

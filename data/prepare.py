@@ -78,7 +78,9 @@ def prepare(config: DataConfig, tokenizer: Any, window: int, stage: Stage) -> No
         rows = [Row(p.id, p.domain, prompt_ids(tokenizer, p.messages, p.id)) for p in prompts]
         fitting = [row for row in rows if len(row.prompt) <= longest]
         if not fitting:
-            raise UserError(f"data.max_prompt_tokens: none of the {len(rows)} {name} prompts has {longest} tokens or fewer")
+            raise UserError(
+                f"data.max_prompt_tokens: none of the {len(rows)} {name} prompts has {longest} tokens or fewer"
+            )
         write_text(stage.folder / f"{name}.jsonl", "".join(json.dumps(vars(row)) + "\n" for row in fitting))
         counts |= {name: len(fitting), f"{name}_too_long": len(rows) - len(fitting)}
     stage.finish(counts)

@@ -92,5 +92,3 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     return {record["id"]: record for record in map(json.loads, path.read_text().splitlines())}
-
-

@@ -56,7 +56,9 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
                 str(d["prompts"]),
                 f"{d['tau']:.2f}",
                 f"{100 * d['acceptance_rate']:.0f} %",
-                " ".join(f"{p:.2f}"[1:] if 0 <= p < 1 else "-" if math.isnan(p) else f"{p:.1f}" for p in d["positions"]),
+                " ".join(
+                    f"{p:.2f}"[1:] if 0 <= p < 1 else "-" if math.isnan(p) else f"{p:.1f}" for p in d["positions"]
+                ),
                 f"{same}/{d['prompts']}",
                 _times(d["speedup_over_plain"]),
                 _times(d["speedup_over_transformers"]),
@@ -81,9 +83,8 @@ def verdict(summary: dict[str, Any]) -> str:
     """The sentence on losslessness that stands beside every speedup."""
     total = summary["prompts"]
     if summary["identical"]:
-        return (
-            f"Greedy output is identical, token for token, to plain decoding and to model.generate on all {total} prompts."
-        )
+        same = "identical, token for token, to plain decoding and to model.generate"
+        return f"Greedy output is {same} on all {total} prompts."
     same = sum(min(d["identical_to_plain"], d["identical_to_transformers"]) for d in summary["domains"].values())
     return f"NOT LOSSLESS HERE: greedy output is identical on {same} of {total} prompts only; see rounds.jsonl."
 

@@ -6,8 +6,9 @@ What a user keeps after training. Imports torch, transformers and safetensors an
 from specdec.decode import Generation, Limits, Round, generate
 from specdec.drafter import open_drafter
 from specdec.errors import UserError
+from specdec.load import TargetConfig, load_target
 from specdec.sampling import Sampling
-from specdec.target import Target, TargetConfig
+from specdec.target import Target
 from specdec.tree import TokenTree
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "TokenTree",
     "UserError",
     "generate",
+    "load_target",
     "open_drafter",
 ]

@@ -27,9 +27,7 @@ class Verdict:
 class AcceptanceRule(Protocol):
     """(tree, target_probs [B, N, V], generator) -> Verdict."""
 
-    def __call__(
-        self, tree: TokenTree, target_probs: Tensor, generator: torch.Generator | None
-    ) -> Verdict: ...
+    def __call__(self, tree: TokenTree, target_probs: Tensor, generator: torch.Generator | None) -> Verdict: ...
 
 
 def target_walk(tree: TokenTree, target_probs: Tensor, generator: torch.Generator | None) -> Verdict:

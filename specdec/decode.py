@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.accept import AcceptanceRule, target_walk
+from specdec.accept import AcceptanceRule, Verdict, target_walk
 from specdec.drafter import Context, Drafter
 from specdec.errors import UserError
 from specdec.sampling import Sampling, draw
@@ -98,7 +98,7 @@ def generate(
     return done
 
 
-def _run(tree: TokenTree, verdict) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def _run(tree: TokenTree, verdict: Verdict) -> tuple[Tensor, Tensor]:
     """Accepted draft tokens and then the target's own: [B, M] and how many of them are real, [B]."""
     accepted = tree.tokens.gather(1, verdict.paths.nodes)
     run = torch.cat([accepted[:, 1:], accepted[:, :1]], 1)  # align: no time shift, the root makes room at the end

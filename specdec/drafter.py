@@ -57,9 +57,7 @@ class Drafter(Protocol):
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
 
-    def propose(
-        self, context: Context, sampling: Sampling, generator: torch.Generator | None
-    ) -> TokenTree: ...
+    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree: ...
 
 
 def kinds() -> list[str]:
@@ -72,7 +70,9 @@ def kinds() -> list[str]:
 def drafter_module(kind: str) -> Any:
     """The module of a kind. Raises UserError for an unknown one."""
     if kind not in kinds():
-        raise UserError(f"drafter kind '{kind}' does not exist; there are: {', '.join(kinds())}.{nearest(kind, kinds())}")
+        raise UserError(
+            f"drafter kind '{kind}' does not exist; there are: {', '.join(kinds())}.{nearest(kind, kinds())}"
+        )
     return importlib.import_module(f"specdec.drafters.{kind}")
 
 

@@ -57,7 +57,7 @@ def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     than a whole drafting step here, and fp32 cumulative sums lose tokens below 1e-7.
     """
     cumulative = probs.double().cumsum(-1)
-    u = torch.rand(probs.shape[:-1] + (1,), dtype=torch.float64, device=probs.device, generator=generator)
+    u = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=generator)
     # right=True: the first index whose cumulative mass exceeds u, never a token of probability 0.
     index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
     return index.squeeze(-1).clamp(max=probs.shape[-1] - 1)

@@ -38,8 +38,8 @@ def locate(source: str) -> str | Path:
         return str(path)
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise UserError(
-            f"target.source: '{source}' is not there. It may be a model folder, a .gguf file, package:NAME/FILE.gguf or "
-            "a hub id (OWNER/NAME)."
+            f"target.source: '{source}' is not there. It may be a model folder, a .gguf file, "
+            "package:NAME/FILE.gguf or a hub id (OWNER/NAME)."
         )
     return source
 

@@ -10,42 +10,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedModel
 
 from specdec import attention
 from specdec.errors import UserError
-from specdec.source import resolve
+from specdec.slots import LayerSlots, Plan, slot_cache
 from specdec.tree import Paths, TokenTree
 
 Tap = int | Literal["final"]
 BUCKET = 64  # attention looks at a whole number of these slots
-
-
-@dataclass(frozen=True)
-class TargetConfig:
-    """conf/target/*.yaml: which model the drafter is for."""
-
-    name: str
-    """Short name, used in the run folder."""
-    source: str
-    """Hugging Face id or folder, a .gguf file, or package:NAME/FILE.gguf."""
-    dtype: str = "float32"
-    """float64, float32, bfloat16 or float16."""
-    device: str = "auto"
-    """auto takes the GPU where there is one."""
-    cache: str = "runs/targets"
-    """Where dequantised GGUF files are kept."""
-
-    def __post_init__(self) -> None:
-        known = ("float64", "float32", "bfloat16", "float16")
-        if self.dtype not in known:
-            raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -54,52 +31,6 @@ class Reading:
 
     logits: Tensor
     features: Tensor | None
-
-
-class _Slots(CacheLayerMixin):
-    """One layer's keys and values, [B, heads, L, d], preallocated on first use."""
-
-    def __init__(self, plan: _Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, capacity = self.plan.rows, self.plan.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        if self.plan.slots is None:  # the prompt: nothing before it to look at
-            keys[:, :, : key_states.shape[2]] = key_states
-            values[:, :, : value_states.shape[2]] = value_states
-            return key_states, value_states
-        at = (torch.arange(keys.shape[0], device=keys.device)[:, None], slice(None), self.plan.slots)
-        keys[at] = key_states.transpose(1, 2)
-        values[at] = value_states.transpose(1, 2)
-        return keys[:, :, : self.plan.visible], values[:, :, : self.plan.visible]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        return self.plan.visible, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self.plan.capacity
-
-
-@dataclass
-class _Plan:
-    """Where the next forward writes; shared by the cache layers."""
-
-    rows: int
-    capacity: int
-    slots: Tensor | None = None
-    visible: int = 0
 
 
 class Target:
@@ -114,8 +45,8 @@ class Target:
         self.name = name
         self.taps: tuple[Tap, ...] = ()
         self.lengths = torch.zeros(0, dtype=torch.long)
-        self._cache = Cache(layers=[])
-        self._plan = _Plan(0, 0)
+        self._plan = Plan(0, 0)
+        self._cache = slot_cache(self._plan, 0)
         self._longest = 0
         _refuse_unsupported(model)
         self._stock_attention = model.config._attn_implementation
@@ -175,7 +106,9 @@ class Target:
 
     def final_norm(self) -> Tensor:
         """Weight of the norm before the head, [D]; ones where the model has none by that name."""
-        norms = [m for name, m in self.model.base_model.named_children() if name in ("norm", "final_layer_norm", "ln_f")]
+        norms = [
+            m for name, m in self.model.base_model.named_children() if name in ("norm", "final_layer_norm", "ln_f")
+        ]
         return cast(Tensor, norms[0].weight) if norms else torch.ones(self.width, device=self.device)
 
     @property
@@ -217,8 +150,8 @@ class Target:
         self.lengths = torch.tensor(sizes, device=self.device)
         self._longest = max(sizes)
         capacity = -(-(max(sizes) + room) // BUCKET) * BUCKET
-        self._plan = _Plan(len(prompts), capacity)
-        self._cache = Cache(layers=[_Slots(self._plan) for _ in range(self.layers)])
+        self._plan = Plan(len(prompts), capacity)
+        self._cache = slot_cache(self._plan, self.layers)
         tokens = torch.zeros(len(prompts), max(sizes), dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.as_tensor(prompt)
@@ -255,9 +188,8 @@ class Target:
             rows = torch.arange(self._plan.rows, device=self.device)[:, None]
             to = self.lengths[:, None] + moved
             source = self.lengths[:, None] + torch.where(accepted, paths.nodes, moved)
-            for layer in cast("list[_Slots]", self._cache.layers):
-                for store in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
-                    store[rows, :, to] = store[rows, :, source]
+            for layer in cast("list[LayerSlots]", self._cache.layers):
+                layer.move(rows, source, to)
         self.lengths = self.lengths + paths.lengths
         self._longest = int(self.lengths.max())
 
@@ -267,9 +199,8 @@ class Target:
         self.lengths = self.lengths[rows]
         self._plan.rows = len(rows)
         self._longest = int(self.lengths.max()) if len(rows) else 0
-        for layer in cast("list[_Slots]", self._cache.layers):
-            layer.keys = cast(Tensor, layer.keys)[rows]
-            layer.values = cast(Tensor, layer.values)[rows]
+        for layer in cast("list[LayerSlots]", self._cache.layers):
+            layer.select(rows)
 
     @torch.inference_mode()
     def features(self, tokens: Tensor, taps: tuple[Tap, ...]) -> Tensor:
@@ -342,22 +273,3 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has {', '.join(sorted(kinds - {'full_attention'}))} layers: their cache cannot "
             "be rolled back, so speculative decoding with it would not be exact"
         )
-
-
-def load_target(config: TargetConfig, say: Any = print) -> Target:
-    """Open the model and tokenizer of `config.source`. Raises UserError for a source that cannot be loaded."""
-    folder = resolve(config.source, Path(config.cache), say)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"target.source: cannot load '{config.source}': {first} "
-            "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
-        ) from error
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Target(model.to(device), tokenizer, config.name)

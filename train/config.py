@@ -19,7 +19,7 @@ from data.prepare import DataConfig
 from eval.evaluate import EvalConfig
 from specdec.drafter import drafter_module
 from specdec.errors import UserError, nearest
-from specdec.target import TargetConfig
+from specdec.load import TargetConfig
 from train.log import LogConfig
 from train.loop import FitConfig
 
@@ -69,16 +69,16 @@ class RunConfig:
 def build(cls: type[T], node: DictConfig, where: str) -> T:
     """A checked dataclass from a config node. Raises UserError naming the key for unknown keys and wrong types."""
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for key in node:
+    for key in map(str, node):
         if key not in known:
-            raise UserError(f"unknown config key '{where}.{key}'; known: {', '.join(known)}.{nearest(str(key), known)}")
+            raise UserError(f"unknown config key '{where}.{key}'; known: {', '.join(known)}.{nearest(key, known)}")
     schema = OmegaConf.structured(cls)
     OmegaConf.set_readonly(schema, False)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        key = f"{where}.{error.full_key}" if error.full_key else where
-        raise UserError(f"{key}: {str(error.msg or error).splitlines()[0]}") from error
+        key = f"{where}.{error.full_key!s}" if error.full_key else where
+        raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
 def read(node: DictConfig) -> RunConfig:
@@ -132,4 +132,7 @@ def flat_keys(node: Any, prefix: str = "") -> list[str]:
     """Every key of a tree as a dotted name."""
     if not isinstance(node, dict):
         return [prefix.rstrip(".")]
-    return [prefix.rstrip("."), *(k for key, value in node.items() for k in flat_keys(value, f"{prefix}{key}."))]
+    return [
+        prefix.rstrip("."),
+        *(k for key, value in node.items() for k in flat_keys(value, f"{prefix}{key}.")),
+    ]

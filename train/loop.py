@@ -138,5 +138,3 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums
-
-

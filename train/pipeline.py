@@ -28,8 +28,9 @@ from eval.report import as_text, summarise, table, verdict, write_report
 from specdec.drafter import drafter_module, open_drafter
 from specdec.errors import UserError
 from specdec.export import eagle3
+from specdec.load import load_target
 from specdec.source import locate
-from specdec.target import Tap, Target, load_target
+from specdec.target import Tap, Target
 from train import checkpoint
 from train.config import STAGES, RunConfig, objective_module
 from train.log import Log, bar, say
@@ -112,13 +113,14 @@ class Run:
         first = int(resume.name.removeprefix("step-")) if resume else 0
         self.log.rewind("fit", first)
         parameters = sum(p.numel() for p in drafter.parameters())
-        say(f"fit       {parameters / 1e6:.1f}M parameters, {len(texts)} texts, {steps} steps" + f" from {first}" * bool(first))
+        say(
+            f"fit       {parameters / 1e6:.1f}M parameters, {len(texts)} texts, {steps} steps"
+            + f" from {first}" * bool(first)
+        )
 
         def make_batches(start: int) -> Iterator[Batch]:
             supervise_prompt = config.objective.supervise_prompt
-            return batches(
-                texts, target, self._taps(), config.fit.batch_size, config.seed, supervise_prompt, start
-            )
+            return batches(texts, target, self._taps(), config.fit.batch_size, config.seed, supervise_prompt, start)
 
         with bar("fit", steps, "step", first) as progress:
 
@@ -132,9 +134,7 @@ class Run:
                     stage.folder, step, config.kind, module.config_of(drafter), drafter, average, optimizer
                 )
 
-            path = fit(
-                config.fit, drafter, objective, make_batches, steps, save, resume, report, config.log.every
-            )
+            path = fit(config.fit, drafter, objective, make_batches, steps, save, resume, report, config.log.every)
         stage.finish({"steps": steps, "texts": len(texts), "parameters": parameters, "checkpoint": path.name})
 
     def evaluate(self) -> None:
@@ -167,7 +167,9 @@ class Run:
                 differences[engine] = eagle3.export(drafter, self.target, folder, self.config.export.dtype)
             stage.finish({"engines": self.config.export.engines, "read_back_differences": differences})
             say(f"export    {folder}: checked, read back, {_counts(stage)}")
-        for engine, command in eagle3.launch_commands(folder, self.config.target.source, self.config.model.depth).items():
+        for engine, command in eagle3.launch_commands(
+            folder, self.config.target.source, self.config.model.depth
+        ).items():
             say(f"  {engine}: {command}")
 
     # -- what each stage depends on ----------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class Run:
         return {
             "target": f"{config.target.name} ({config.target.source}), {config.target.dtype}",
             "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, chain of {config.model.depth}",
-            "trained on": f"{', '.join(self._own_domains())}: {distilled['answer_tokens']} tokens written by the target",
+            "trained on": f"{', '.join(self._own_domains())}: {distilled['answer_tokens']} target-written tokens",
             "fit": f"{fitted['steps']} steps, seed {config.seed}",
             "decoding": f"greedy, {config.eval.max_new_tokens} new tokens, one prompt at a time",
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {self.target.device.type}",

@@ -254,7 +254,11 @@ def config_of(drafter: Eagle) -> dict[str, Any]:
 def from_config(config: dict[str, Any], target: Target) -> Eagle:
     """An empty drafter of the saved shape. Raises UserError if it was made for a target of another shape."""
     shape = EagleShape(**config)
-    for key, here in (("hidden_size", target.width), ("vocab_size", target.vocab_size), ("target_layers", target.layers)):
+    for key, here in (
+        ("hidden_size", target.width),
+        ("vocab_size", target.vocab_size),
+        ("target_layers", target.layers),
+    ):
         if config[key] != here:
             raise UserError(f"this drafter was made for a target with {key} {config[key]}; {target.name} has {here}")
     return Eagle(shape, target.embedding)

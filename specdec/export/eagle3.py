@@ -66,7 +66,11 @@ def export(drafter: Eagle, target: Target, folder: Path, dtype: str = "float32")
 
 def tensors_of(drafter: Eagle, dtype: torch.dtype) -> dict[str, Tensor]:
     """The drafter's tensors under the names engines read (EAGLE / SpecForge names)."""
-    out = {"fc.weight": drafter.fc.weight, "norm.weight": drafter.norm.weight, "lm_head.weight": drafter.lm_head.weight}
+    out = {
+        "fc.weight": drafter.fc.weight,
+        "norm.weight": drafter.norm.weight,
+        "lm_head.weight": drafter.lm_head.weight,
+    }
     modules = dict(drafter.layer.named_children())
     out |= {f"midlayer.{LAYER[name]}.weight": module.weight for name, module in modules.items()}  # type: ignore[misc]
     out |= {f"fc_norm.{i}.weight": norm.weight for i, norm in enumerate(drafter.fc_norm)}  # type: ignore[misc]
@@ -135,7 +139,9 @@ def shapes_for(shape: EagleShape) -> dict[str, tuple[int, ...]]:
         "midlayer.mlp.up_proj.weight": (inner, h),
         "midlayer.mlp.down_proj.weight": (h, inner),
     }
-    table |= {f"midlayer.{name}.weight": (h,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    table |= {
+        f"midlayer.{name}.weight": (h,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    }
     return table | {f"fc_norm.{i}.weight": (h,) for i in range(len(shape.taps) if shape.fc_norm else 0)}
 
 
@@ -148,7 +154,9 @@ def check(folder: Path, shape: EagleShape) -> list[str]:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             problems.append(f"tensor {name}: shape {found.get(name)}, expected {expected.get(name)}")
-    problems += [f"tensor {n} is not finite" for n, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()]
+    problems += [
+        f"tensor {n} is not finite" for n, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()
+    ]
     if not problems:
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         if tensors["d2t"].dtype != torch.int64 or int(ids.min()) < 0 or int(ids.max()) >= shape.vocab_size:

@@ -109,9 +109,7 @@ class EagleObjective:
             totals[f"accept_{step + 1}"] = Total(agree[piece].sum().detach(), count)
         return {"loss": Total(total, torch.tensor(float(weight), device=losses.device)), **totals}
 
-    def _unroll(
-        self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor
-    ) -> tuple[list[Tensor], list[Slots]]:
+    def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> tuple[list[Tensor], list[Slots]]:
         if self.config.feature_noise:
             own = own + torch.randn_like(own) * own.std(-1, keepdim=True) * self.config.feature_noise
         steps = []

@@ -1,0 +1,54 @@
+"""Opening a target: its configuration, the model and tokenizer behind its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specdec.errors import UserError
+from specdec.source import resolve
+from specdec.target import Target
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """conf/target/*.yaml: which model the drafter is for."""
+
+    name: str
+    """Short name, used in the run folder."""
+    source: str
+    """Hugging Face id or folder, a .gguf file, or package:NAME/FILE.gguf."""
+    dtype: str = "float32"
+    """float64, float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    cache: str = "runs/targets"
+    """Where dequantised GGUF files are kept."""
+
+    def __post_init__(self) -> None:
+        known = ("float64", "float32", "bfloat16", "float16")
+        if self.dtype not in known:
+            raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
+
+
+def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Target:
+    """Open the model and tokenizer of `config.source`. Raises UserError for a source that cannot be loaded."""
+    folder = resolve(config.source, Path(config.cache), say)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.source: cannot load '{config.source}': {first} "
+            "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
+        ) from error
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Target(model.to(device), tokenizer, config.name)

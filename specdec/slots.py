@@ -1,0 +1,72 @@
+"""The target's keys and values in preallocated slots, as a cache of transformers. Only target.py uses it.
+
+Each row has its own length; where the next forward writes is one plan that all layers share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Plan:
+    """Where the next forward writes; shared by the cache layers."""
+
+    rows: int
+    capacity: int
+    slots: Tensor | None = None
+    visible: int = 0
+
+
+class LayerSlots(CacheLayerMixin):
+    """One layer's keys and values, [B, heads, L, d], preallocated on first use."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.plan.rows, self.plan.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        if self.plan.slots is None:  # the prompt: nothing before it to look at
+            keys[:, :, : key_states.shape[2]] = key_states
+            values[:, :, : value_states.shape[2]] = value_states
+            return key_states, value_states
+        at = (torch.arange(keys.shape[0], device=keys.device)[:, None], slice(None), self.plan.slots)
+        keys[at] = key_states.transpose(1, 2)
+        values[at] = value_states.transpose(1, 2)
+        return keys[:, :, : self.plan.visible], values[:, :, : self.plan.visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        return self.plan.visible, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.plan.capacity
+
+    def move(self, rows: Tensor, source: Tensor, to: Tensor) -> None:
+        """Copy slots `source` [B, M] to slots `to` [B, M] in each row."""
+        for store in (cast(Tensor, self.keys), cast(Tensor, self.values)):
+            store[rows, :, to] = store[rows, :, source]
+
+    def select(self, rows: Tensor) -> None:
+        self.keys, self.values = cast(Tensor, self.keys)[rows], cast(Tensor, self.values)[rows]
+
+
+def slot_cache(plan: Plan, layers: int) -> Cache:
+    """An empty cache of `layers` layers that follows `plan`."""
+    return Cache(layers=[LayerSlots(plan) for _ in range(layers)])

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from conftest import tiny_model, tiny_tokenizer
+
+from specdec import Target, TokenTree, UserError
+from specdec.tree import Paths
+
+PROMPTS = [[5, 6, 7, 8, 9], [9, 8]]
+
+
+def full(target, ids):
+    with target.stock() as model, torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True)
+
+
+def test_start_reads_prompts_of_any_length(target):
+    reading = target.start(PROMPTS, 16, (2, "final"))
+    for row, prompt in enumerate(PROMPTS):
+        expected = full(target, prompt)
+        assert torch.allclose(reading.logits[row, 0], expected.logits[0, -1], atol=1e-12)
+        got = reading.features[row, : len(prompt)]
+        assert torch.allclose(got[:, 0], expected.hidden_states[2][0], atol=1e-12)
+        assert torch.allclose(got[:, 1], expected.hidden_states[-1][0], atol=1e-12)
+
+
+def test_a_tree_reads_each_path_as_if_it_were_the_text(target):
+    target.start(PROMPTS, 16)
+    tree = TokenTree(torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 1]]))
+    logits = target.read(tree).logits
+    paths = [[5], [5, 6], [5, 7], [5, 7, 8]], [[5], [5, 6], [5, 6, 7], [5, 6, 8]]
+    for row, prompt in enumerate(PROMPTS):
+        for node, path in enumerate(paths[row]):
+            expected = full(target, prompt + path).logits[0, -1]
+            assert torch.allclose(logits[row, node], expected, atol=1e-12)
+
+
+def test_keep_moves_the_accepted_path_and_forgets_the_rest(target):
+    target.start(PROMPTS, 16)
+    target.read(TokenTree(torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 1]])))
+    target.keep(Paths(torch.tensor([[0, 2, 3], [0, 0, 0]]), torch.tensor([3, 1])))
+    assert target.lengths.tolist() == [8, 3]
+    logits = target.read(TokenTree.chain(torch.tensor([[9, 10], [9, 10]]))).logits
+    for row, text in enumerate(([5, 6, 7, 8, 9, 5, 7, 8, 9, 10], [9, 8, 5, 9, 10])):
+        assert torch.allclose(logits[row, -1], full(target, text).logits[0, -1], atol=1e-12)
+
+
+def test_rows_can_be_dropped(target):
+    target.start(PROMPTS, 16)
+    target.select(torch.tensor([1]))
+    logits = target.read(TokenTree.chain(torch.tensor([[4]]))).logits
+    assert torch.allclose(logits[0, 0], full(target, [9, 8, 4]).logits[0, -1], atol=1e-12)
+
+
+def test_features_of_texts_equal_those_of_reading(target):
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    features = target.features(tokens, (1, 3))
+    assert torch.allclose(features[0, :, 1], full(target, [5, 6, 7, 8]).hidden_states[3][0], atol=1e-12)
+    assert torch.allclose(features[1, :2, 0], full(target, [5, 6]).hidden_states[1][0], atol=1e-12)
+
+
+def test_the_head_scores_stored_states(target):
+    reading = target.start([[3, 4]], 4, ("final",))
+    assert torch.equal(target.head(reading.features[:, -1, 0]), reading.logits[:, 0])
+
+
+def test_prompts_must_have_a_token_and_fit_the_window(target):
+    with pytest.raises(UserError, match="prompt 1 is empty"):
+        target.start([[1], []], 4)
+    with pytest.raises(UserError, match="prompt 0 has 600 tokens"):
+        target.start([[3] * 600], 4)
+
+
+def test_models_whose_head_is_scaled_are_refused():
+    model = tiny_model()
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="cannot decode exactly"):
+        Target(model, tiny_tokenizer())
+
+
+def test_sliding_window_models_are_refused():
+    model = tiny_model()
+    model.config.layer_types = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]
+    with pytest.raises(UserError, match="rolled back"):
+        Target(model, tiny_tokenizer())
