@@ -88,7 +88,7 @@ def read(node: DictConfig) -> RunConfig:
     kind = str(node.drafter.kind)
     module = drafter_module(kind)
     data = build(DataConfig, node.data, "data")
-    out = node.out or f"runs/{target.name}-{kind}-{'-'.join(data.domains)}"
+    out = node.out or f"{node.root}/{target.name}-{kind}-{'-'.join(data.domains)}"
     for name in ("stages", "redo"):
         for stage in node[name]:
             if stage not in STAGES:

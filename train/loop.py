@@ -6,6 +6,9 @@ of seed and number, so a resumed fit sees what an uninterrupted one would have s
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +83,8 @@ def fit(
 ) -> Path:
     """Train for `steps` steps and return the last checkpoint.
 
-    make_batches(n) gives the batches from number n on. An interrupt saves a checkpoint first. Raises UserError when the
-    loss is no longer a number, naming the step.
+    make_batches(n) gives the batches from number n on. An interrupt finishes the step and saves a checkpoint first.
+    Raises UserError when the loss is no longer a number, naming the step.
     """
     parameters = dict(drafter.named_parameters())
     optimizer = adamw(list(parameters.values()), config.lr, config.weight_decay)
@@ -89,9 +92,9 @@ def fit(
     step = checkpoint.restore(resume_from, drafter, average, optimizer) if resume_from else 0
     stream = make_batches(step * config.gradient_accumulation_steps)
     sums: dict[str, Total] = {}
-    path, saved = resume_from, step
+    path = resume_from
     drafter.train()
-    try:
+    with _deferred_interrupt() as interrupted:
         while step < steps:
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * cosine(step, steps, round(config.warmup_ratio * steps))
@@ -105,14 +108,36 @@ def fit(
                     raise UserError(f"the loss is {values['loss']} at step {step}; try a lower fit.lr ({config.lr})")
                 report(step, {**values, "lr": optimizer.param_groups[0]["lr"]})
                 sums = {}
-            if step % config.save_steps == 0 or step == steps:
-                path, saved = save(step, average, optimizer), step
-    except KeyboardInterrupt:
-        if step > saved:
-            save(step, average, optimizer)
-        raise
+            if step % config.save_steps == 0 or step == steps or interrupted:
+                path = save(step, average, optimizer)
+            if interrupted:
+                raise KeyboardInterrupt
     assert path is not None
     return path
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[list[int]]:
+    """Within, Ctrl-C and SIGTERM only fill the list: a step is finished and saved before the run ends.
+
+    A second Ctrl-C ends at once.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, _: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _step(

@@ -105,9 +105,9 @@ class EagleObjective:
             share = self.config.decay**step
             total = total + share * losses[piece].sum()
             weight += share * len(row)
-            count = torch.tensor(float(len(row)), device=losses.device)
+            count = torch.tensor(len(row), dtype=torch.float64, device=losses.device)
             totals[f"accept_{step + 1}"] = Total(agree[piece].sum().detach(), count)
-        return {"loss": Total(total, torch.tensor(float(weight), device=losses.device)), **totals}
+        return {"loss": Total(total, torch.tensor(weight, dtype=torch.float64, device=losses.device)), **totals}
 
     def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> tuple[list[Tensor], list[Slots]]:
         if self.config.feature_noise:

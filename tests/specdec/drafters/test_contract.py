@@ -71,5 +71,5 @@ def test_first_sampled_token_has_the_targets_distribution(target, kind):
 def test_folders_that_are_no_drafters_are_named(target, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         open_drafter(tmp_path, target)
-    with pytest.raises(UserError, match="'eagel' does not exist.*Did you mean 'eagle'"):
+    with pytest.raises(UserError, match=r"'eagel' does not exist.*Did you mean 'eagle'"):
         drafter_module("eagel")

@@ -51,7 +51,7 @@ def test_guessed_keys_are_rewritten_from_true_features(target):
     """After rounds of guessing, the cache's keys of read positions are those of a fresh pass over true features."""
     drafter = drafter_for(target)
     prompt = [5, 6, 7, 8]
-    drafter.select = lambda rows: None  # keep the finished row's cache to look at
+    drafter.select = lambda _: None  # keep the finished row's cache to look at
     out = generate(target, drafter, [prompt], Limits(12))[0]
     text = prompt + out.tokens
     cache = drafter._cache

@@ -1,0 +1,53 @@
+import json
+
+import pytest
+
+from data.artifact import forget, open_stage, write_by
+from specdec import UserError
+
+CONFIG = {"fit": {"lr": 0.1, "steps": 3}}
+
+
+def test_a_stage_is_finished_only_with_its_manifest(tmp_path):
+    stage = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
+    assert (stage.begun, stage.finished) == (False, False)
+    again = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
+    assert (again.begun, again.finished) == (True, False)
+    again.finish({"steps": 3})
+    done = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
+    assert done.finished
+    assert done.counts == {"steps": 3}
+    manifest = json.loads((tmp_path / "fit/manifest.json").read_text())
+    assert manifest["fingerprint"] == stage.fingerprint
+    assert "torch" in manifest["versions"]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_settings_stop_and_name_the_key(tmp_path, finished):
+    stage = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
+    if finished:
+        stage.finish({})
+    with pytest.raises(UserError, match=r"fit\.lr = 0\.1, now 0\.2.*redo=\[fit\]"):
+        open_stage(tmp_path / "fit", "fit", {"fit": {"lr": 0.2, "steps": 3}}, {"distill": "b"})
+    with pytest.raises(UserError, match=r"inputs\.distill"):
+        open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "b"})
+
+
+def test_forget_starts_anew(tmp_path):
+    open_stage(tmp_path / "fit", "fit", CONFIG, {}).finish({})
+    forget(tmp_path / "fit")
+    assert not open_stage(tmp_path / "fit", "fit", {"other": 1}, {}).finished
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def broken(temporary):
+        temporary.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_by(path, broken)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -1,0 +1,147 @@
+"""python -m train as a user types it: mistakes, the whole pipeline on a tiny target, a second run, an interrupt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(out, folder, *extra):
+    prompts = out.parent / "prompts.jsonl"
+    if not prompts.exists():
+        prompts.write_text("".join(json.dumps({"prompt": f"say {i} and {i + 1}"}) + "\n" for i in range(14)))
+    return [
+        *(sys.executable, "-m", "train", f"target.source={folder}", "target.name=tiny", f"out={out}"),
+        *("data=jsonl", f"data.path={prompts}", "data.heldout=3", "data.domains=[mine]"),
+        *("distill.max_new_tokens=12", "distill.batch_size=5", "drafter.model.draft_vocab_size=64"),
+        *("drafter.model.depth=3", "fit.max_steps=6", "fit.save_steps=2", "eval.max_new_tokens=8"),
+        *("eval.own=2", "eval.transfer=1", *extra),
+    ]
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments):
+    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def train(*overrides):
+    return run(sys.executable, "-m", "train", *overrides)
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fit.lrr=1"], "unknown config key 'fit.lrr'. Did you mean 'fit.lr'?"),
+        (["+fit.foo=1"], "unknown config key 'fit.foo'"),
+        (["fit.lr=fast"], "fit.lr"),
+        (["target=nonsense"], "nonsense"),
+        (["target.source=no/such/model"], "target.source: 'no/such/model' is not there"),
+        (["target.source=absent.gguf"], "target.source: no file absent.gguf"),
+        (["data=jsonl"], "data.path"),
+        (["data=jsonl", "data.path=absent.jsonl"], "data.path: no file absent.jsonl"),
+        (["data.domains=[math]"], "data.domains: 'math'"),
+        (["stages=[fitt]"], "stages: 'fitt' is not a stage"),
+        (["drafter.model.depth=0"], "drafter.model.depth"),
+        (["drafter.objective.loss=x"], "drafter.objective.loss: 'x'"),
+        (["stages=[fit"], "fit"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path, overrides, message):
+    done = train(*overrides, f"out={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_third_line_and_an_empty_file_are_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": \n')
+    done = train("data=jsonl", f"data.path={tmp_path / 'bad.jsonl'}", f"out={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path / 'bad.jsonl'}, line 3: not valid JSON")
+    (tmp_path / "empty.jsonl").write_text("")
+    done = train("data=jsonl", f"data.path={tmp_path / 'empty.jsonl'}", f"out={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert "empty.jsonl: the file is empty" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_whole_pipeline_and_a_second_run(tmp_path, target_folder):
+    out = tmp_path / "run"
+    done = run(*command(out, target_folder))
+    assert done.returncode == 0, done.stderr
+    assert "identical, token for token" in done.stdout
+    report = json.loads((out / "evaluate/quick/report.json").read_text())
+    assert report["identical"] is True
+    assert next(iter(report["domains"])) == "mine"
+    assert load_file(out / "export/eagle3/model.safetensors")["lm_head.weight"].shape[0] == 64
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {line["stage"].split("/")[0] for line in lines} == {"distill", "fit", "evaluate"}
+    for name in ("config.yaml", "report.md", "prepare/manifest.json", "fit/manifest.json"):
+        assert (out / name).is_file()
+    before = files(out)
+    again = run(*command(out, target_folder))
+    assert again.returncode == 0
+    assert again.stdout.count("finished before, reused") == 5
+    assert files(out) == before
+    changed = run(*command(out, target_folder, "fit.lr=0.5"))
+    assert changed.returncode == 1
+    assert "fit.lr = 0.002, now 0.5" in changed.stderr
+    redone = run(*command(out, target_folder, "fit.lr=0.005", "redo=[fit]"))
+    assert redone.returncode == 0, redone.stderr
+    assert redone.stdout.count("finished before, reused") == 2
+
+
+@pytest.mark.parametrize("stage", ["distill", "fit", "evaluate"])
+def test_ctrl_c_and_the_same_command_again(tmp_path, target_folder, stage):
+    """Interrupted as soon as a stage has begun; afterwards the result is that of a run left alone."""
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(out, target_folder),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    folder = out / ("evaluate/quick" if stage == "evaluate" else stage)
+    deadline = time.monotonic() + 120
+    while not (folder / "plan.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not (folder / "manifest.json").exists()
+    assert run(*command(out, target_folder)).returncode == 0
+    whole = tmp_path / "whole"
+    assert run(*command(whole, target_folder)).returncode == 0
+    for name in ("export/eagle3/model.safetensors", "fit/step-000006/drafter.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_one_drafter_per_domain_by_multirun(tmp_path, target_folder):
+    done = train(
+        *("-m", "data.domains=[qa],[chat]", "data.limit=4", "stages=[prepare]"),
+        *(f"target.source={target_folder}", f"root={tmp_path}"),
+    )
+    assert done.returncode == 0, done.stderr
+    made = sorted(p.parent.parent.name for p in tmp_path.glob("*/prepare/manifest.json"))
+    assert made == ["smollm2-135m-eagle-chat", "smollm2-135m-eagle-qa"]

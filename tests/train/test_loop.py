@@ -1,0 +1,104 @@
+import itertools
+import signal
+
+import pytest
+import torch
+
+from data.batches import batches
+from data.distill import Text
+from specdec import UserError
+from specdec.drafters.eagle import EagleConfig, config_of, create
+from train import checkpoint
+from train.loop import FitConfig, fit
+from train.objectives.eagle import EagleObjective, EagleObjectiveConfig
+
+
+class Bench:
+    """A small fit in a folder: run(steps) from whatever is there."""
+
+    def __init__(self, target, folder, **changes):
+        self.target, self.folder = target, folder
+        self.config = FitConfig(**({"lr": 1e-3, "batch_size": 2, "save_steps": 4} | changes))
+        self.losses = {}
+        taps = (2, 2, 2, "final")
+        self.texts = []
+        for i in range(6):
+            tokens = torch.randint(3, 200, (10 + i,), generator=torch.Generator().manual_seed(i))
+            self.texts.append(Text(tokens, 2, target.features(tokens[None], taps)[0].clone()))
+
+    def run(self, steps, stop_at=None):
+        counts = torch.arange(self.target.vocab_size, 0, -1).double()
+        generator = torch.Generator().manual_seed(0)
+        model = EagleConfig(draft_vocab_size=200)
+        drafter = create(model, self.target, counts, generator).double()
+        objective = EagleObjective(EagleObjectiveConfig(), drafter, self.target)
+
+        def report(step, values):
+            self.losses[step] = values["loss"]
+            if step == stop_at:
+                signal.raise_signal(signal.SIGINT)
+
+        return fit(
+            self.config,
+            drafter,
+            objective,
+            lambda start: batches(self.texts, self.target, (2, 2, 2, "final"), 2, 0, False, start),
+            steps,
+            lambda s, a, o: checkpoint.save(self.folder, s, "eagle", config_of(drafter), drafter, a, o),
+            checkpoint.latest(self.folder),
+            report,
+            every=1,
+        )
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 6])
+def test_a_resumed_fit_has_the_same_losses_and_weights(target, tmp_path, stop_at):
+    whole = Bench(target, tmp_path / "whole")
+    end = whole.run(9)
+    cut = Bench(target, tmp_path / "cut")
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(9, stop_at)
+    assert checkpoint.latest(tmp_path / "cut").name == f"step-{stop_at:06d}"
+    again = cut.run(9)
+    assert cut.losses == whole.losses
+    assert (again / "drafter.safetensors").read_bytes() == (end / "drafter.safetensors").read_bytes()
+
+
+def test_losses_fall(target, tmp_path):
+    bench = Bench(target, tmp_path, lr=3e-3)
+    bench.run(40)
+    values = list(bench.losses.values())
+    assert sum(values[-5:]) < 0.8 * sum(values[:5])
+
+
+def test_only_the_newest_checkpoint_is_kept_and_it_is_whole(target, tmp_path):
+    Bench(target, tmp_path).run(9)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000009"]
+    names = {p.name for p in (tmp_path / "step-000009").iterdir()}
+    assert names == {"drafter.safetensors", "config.json", "training.safetensors", "state.json"}
+
+
+def test_accumulated_batches_equal_one_large_one(target, tmp_path):
+    """Sums over micro-batches are divided once."""
+    split = Bench(target, tmp_path / "a", gradient_accumulation_steps=3)
+    split.run(1)
+    taps = (2, 2, 2, "final")
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    drafter = create(EagleConfig(draft_vocab_size=200), target, counts, torch.Generator().manual_seed(0)).double()
+    objective = EagleObjective(EagleObjectiveConfig(), drafter, target)
+    stream = itertools.islice(batches(split.texts, target, taps, 2, 0, False), 3)
+    totals = [objective(drafter, batch)["loss"] for batch in stream]
+    mean = sum(float(t.sum.detach()) for t in totals) / sum(float(t.count) for t in totals)
+    assert split.losses[1] == pytest.approx(mean, rel=1e-9)
+
+
+def test_a_loss_that_is_no_number_stops_with_the_step(target, tmp_path):
+    bench = Bench(target, tmp_path, lr=1e30)
+    with pytest.raises(UserError, match=r"the loss is .* at step \d+; try a lower fit\.lr"):
+        bench.run(9)
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"batch_size": 0}, {"save_steps": 0}, {"max_steps": 0}])
+def test_bad_settings_are_named(bad):
+    with pytest.raises(UserError, match=f"fit.{next(iter(bad))}"):
+        FitConfig(**bad)
