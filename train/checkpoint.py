@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specdec.drafter import save_drafter
-from train.optim import Average
+from train.optim import MOMENTS, Average, Optimizers
 
 TRAINING = "training.safetensors"
 STATE = "state.json"
@@ -31,7 +31,7 @@ def save(
     config: dict[str, Any],
     drafter: nn.Module,
     average: Average,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     keep: int = 1,
 ) -> Path:
     """Write step-NNNNNN under `folder` and remove older ones beyond `keep`."""
@@ -42,7 +42,7 @@ def save(
     parameters = dict(drafter.named_parameters())
     tensors = {f"weight.{name}": p.detach().cpu() for name, p in parameters.items()}
     for name, parameter in parameters.items():
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.moments(parameter).items():
             tensors[f"{key}.{name}"] = value.detach().cpu()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, working / TRAINING)
     with averaged(drafter, average):
@@ -61,7 +61,7 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def restore(path: Path, drafter: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> int:
+def restore(path: Path, drafter: nn.Module, average: Average, optimizer: Optimizers) -> int:
     """Load everything and return the step to go on from."""
     tensors = load_file(path / TRAINING)
     parameters = dict(drafter.named_parameters())
@@ -71,13 +71,13 @@ def restore(path: Path, drafter: nn.Module, average: Average, optimizer: torch.o
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"weight.{name}"])
-            optimizer.state[parameter] = _moments(tensors, name, parameter)
+            optimizer.load(parameter, _moments(tensors, name, parameter))
     return json.loads((path / STATE).read_text())["step"]
 
 
 def _moments(tensors: Mapping[str, Tensor], name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    return {key: tensors[f"{key}.{name}"].to(parameter.device) for key in keys if f"{key}.{name}" in tensors}
+    found = {key: tensors[f"{key}.{name}"] for key in MOMENTS if f"{key}.{name}" in tensors}
+    return {key: value.to(parameter.device) for key, value in found.items()}
 
 
 class averaged:

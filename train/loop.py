@@ -21,15 +21,17 @@ from data.batches import Batch
 from specdec.errors import UserError
 from train import checkpoint
 from train.losses import Total
-from train.optim import Average, adamw, cosine
+from train.optim import KINDS, Average, Optimizers, cosine
 
 
 @dataclass(frozen=True)
 class FitConfig:
     """conf/fit/*.yaml."""
 
+    optimizer: str = "muon"
+    """muon (matrices; the rest with AdamW) or adamw."""
     lr: float = 2e-3
-    """Peak learning rate."""
+    """Peak learning rate, the same for both."""
     epochs: float = 3.0
     """Passes over the distilled texts; ignored when max_steps is set."""
     max_steps: int | None = None
@@ -50,6 +52,8 @@ class FitConfig:
     """Steps between checkpoints."""
 
     def __post_init__(self) -> None:
+        if self.optimizer not in KINDS:
+            raise UserError(f"fit.optimizer: '{self.optimizer}' is not one of {', '.join(KINDS)}")
         for name in ("batch_size", "gradient_accumulation_steps", "save_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"fit.{name} must be 1 or more, got {getattr(self, name)}")
@@ -76,7 +80,7 @@ def fit(
     objective: Objective,
     make_batches: Callable[[int], Iterator[Batch]],
     steps: int,
-    save: Callable[[int, Average, torch.optim.Optimizer], Path],
+    save: Callable[[int, Average, Optimizers], Path],
     resume_from: Path | None,
     report: Callable[[int, dict[str, float]], None],
     every: int = 10,
@@ -87,7 +91,7 @@ def fit(
     Raises UserError when the loss is no longer a number, naming the step.
     """
     parameters = dict(drafter.named_parameters())
-    optimizer = adamw(list(parameters.values()), config.lr, config.weight_decay)
+    optimizer = Optimizers(parameters, config.optimizer, config.lr, config.weight_decay)
     average = Average(parameters, config.average_decay)
     step = checkpoint.restore(resume_from, drafter, average, optimizer) if resume_from else 0
     stream = make_batches(step * config.gradient_accumulation_steps)
@@ -96,9 +100,9 @@ def fit(
     drafter.train()
     with _deferred_interrupt() as interrupted:
         while step < steps:
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * cosine(step, steps, round(config.warmup_ratio * steps))
-            totals = _step(config, drafter, objective, stream, optimizer, list(parameters.values()))
+            factor = cosine(step, steps, round(config.warmup_ratio * steps))
+            totals = _gradients(config, drafter, objective, stream, list(parameters.values()))
+            optimizer.step(factor)
             average.update(parameters, step)
             step += 1
             sums = {name: sums[name] + total if name in sums else total for name, total in totals.items()}
@@ -106,7 +110,7 @@ def fit(
                 values = {name: float(total.mean()) for name, total in sums.items()}
                 if not torch.isfinite(torch.tensor(values["loss"])):
                     raise UserError(f"the loss is {values['loss']} at step {step}; try a lower fit.lr ({config.lr})")
-                report(step, {**values, "lr": optimizer.param_groups[0]["lr"]})
+                report(step, {**values, "lr": config.lr * factor})
                 sums = {}
             if step % config.save_steps == 0 or step == steps or interrupted:
                 path = save(step, average, optimizer)
@@ -140,15 +144,14 @@ def _deferred_interrupt() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _step(
+def _gradients(
     config: FitConfig,
     drafter: nn.Module,
     objective: Objective,
     stream: Iterator[Batch],
-    optimizer: torch.optim.Optimizer,
     parameters: list[nn.Parameter],
 ) -> dict[str, Total]:
-    """One optimiser step; returns its detached totals."""
+    """Leave one step's clipped gradients on the parameters; returns its detached totals."""
     sums: dict[str, Total] = {}
     for _ in range(config.gradient_accumulation_steps):
         totals = objective(drafter, next(stream))
@@ -160,6 +163,4 @@ def _step(
         if parameter.grad is not None:
             parameter.grad.div_(count)
     torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return sums

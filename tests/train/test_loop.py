@@ -51,11 +51,12 @@ class Bench:
         )
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("stop_at", [3, 4, 6])
-def test_a_resumed_fit_has_the_same_losses_and_weights(target, tmp_path, stop_at):
-    whole = Bench(target, tmp_path / "whole")
+def test_a_resumed_fit_has_the_same_losses_and_weights(target, tmp_path, stop_at, optimizer):
+    whole = Bench(target, tmp_path / "whole", optimizer=optimizer)
     end = whole.run(9)
-    cut = Bench(target, tmp_path / "cut")
+    cut = Bench(target, tmp_path / "cut", optimizer=optimizer)
     with pytest.raises(KeyboardInterrupt):
         cut.run(9, stop_at)
     assert checkpoint.latest(tmp_path / "cut").name == f"step-{stop_at:06d}"

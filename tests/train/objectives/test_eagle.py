@@ -9,7 +9,7 @@ from specdec import Limits, generate
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.none import Plain
 from train.objectives.eagle import EagleObjective, EagleObjectiveConfig, scored_slots
-from train.optim import adamw
+from train.optim import Optimizers
 
 PROMPT = [5, 60, 7, 81, 9]
 DEPTH = 4
@@ -28,12 +28,11 @@ def memorised_accepted_length(target, shift=0, depth=DEPTH):
     objective.horizon += shift
     features = target.features(tokens, (*drafter.taps, "final")).clone()
     batch = Batch(tokens, mask, torch.zeros_like(tokens), features)
-    optimizer = adamw(list(drafter.parameters()), 3e-3, 0.0)
+    optimizer = Optimizers(dict(drafter.named_parameters()), "adamw", 3e-3, 0.0)
     for _ in range(150):
         loss = objective(drafter, batch)["loss"].mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(1.0)
     out = generate(target, drafter, [PROMPT], Limits(48, (EOS,)))[0]
     assert out.tokens == answer
     return out.accepted_length
