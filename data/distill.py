@@ -31,7 +31,7 @@ from specdec.target import Tap, Target
 class DistillConfig:
     """conf/config.yaml, `distill`."""
 
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7])
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
     """One answer per prompt for each entry; 0 is greedy."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from specdec.errors import UserError
 from specdec.source import resolve
@@ -37,6 +38,7 @@ class TargetConfig:
 
 def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Target:
     """Open the model and tokenizer of `config.source`. Raises UserError for a source that cannot be loaded."""
+    logging.disable_progress_bar()  # transformers' own bars say nothing here
     folder = resolve(config.source, Path(config.cache), say)
     device = config.device
     if device == "auto":

@@ -19,10 +19,13 @@ from train.config import CONF, explain, flat_keys, read
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def run(node: DictConfig) -> None:
-    config = read(node)
-    from train.pipeline import run_pipeline  # the heavy imports, after the configuration is known to be right
+    try:
+        config = read(node)
+        from train.pipeline import run_pipeline  # the heavy part, after the configuration is known to be right
 
-    run_pipeline(config)
+        run_pipeline(config)
+    except UserError as error:  # here and not in main(): Hydra would print its own lines around it
+        _fail(str(error))
 
 
 def main() -> None:
@@ -32,8 +35,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         run()
-    except UserError as error:
-        _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, _known_keys()))
     except KeyboardInterrupt:

@@ -32,11 +32,11 @@ class FitConfig:
     """muon (matrices; the rest with AdamW) or adamw."""
     lr: float = 2e-3
     """Peak learning rate, the same for both."""
-    epochs: float = 3.0
+    epochs: float = 2.0
     """Passes over the distilled texts; ignored when max_steps is set."""
     max_steps: int | None = None
     """Optimiser steps."""
-    batch_size: int = 2
+    batch_size: int = 4
     """Texts per batch."""
     gradient_accumulation_steps: int = 1
     """Batches per optimiser step."""
@@ -48,7 +48,7 @@ class FitConfig:
     """Gradients are scaled down to this norm."""
     average_decay: float = 0.99
     """Of the moving average of the weights, which is what is saved; 0 turns it off."""
-    save_steps: int = 200
+    save_steps: int = 100
     """Steps between checkpoints."""
 
     def __post_init__(self) -> None:

@@ -158,19 +158,18 @@ class Run:
 
     def export(self) -> None:
         stage = self._export_stage()
-        folder = stage.folder / "eagle3"
+        commands = stage.folder / "serve.txt"
         if not self._skip(stage):
-            drafter = self._drafter()
-            differences = {}
+            drafter, counts = self._drafter(), {}
             for engine in self.config.export.engines:
                 folder = stage.folder / engine
-                differences[engine] = eagle3.export(drafter, self.target, folder, self.config.export.dtype)
-            stage.finish({"engines": self.config.export.engines, "read_back_differences": differences})
-            say(f"export    {folder}: checked, read back, {_counts(stage)}")
-        for engine, command in eagle3.launch_commands(
-            folder, self.config.target.source, self.config.model.depth
-        ).items():
-            say(f"  {engine}: {command}")
+                differences = eagle3.export(drafter, self.target, folder, self.config.export.dtype)
+                say(f"export    {folder}: checked, read back, largest difference {max(differences.values()):.0e}")
+                counts[engine] = differences
+                served = eagle3.launch_commands(folder, self.target.model.name_or_path, self.config.model.depth)
+                write_text(commands, "".join(f"{name}: {command}\n" for name, command in served.items()))
+            stage.finish({"layouts": ", ".join(self.config.export.engines), "read_back_differences": counts})
+        say(f"how to serve it: {commands}")
 
     # -- what each stage depends on ----------------------------------------------------------------------------
 
@@ -258,4 +257,5 @@ def _token_counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
 
 
 def _counts(stage: Stage) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in stage.counts.items())
+    plain = {key: value for key, value in stage.counts.items() if not isinstance(value, dict)}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in plain.items())

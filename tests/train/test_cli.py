@@ -139,9 +139,9 @@ def test_ctrl_c_and_the_same_command_again(tmp_path, target_folder, stage):
 
 def test_one_drafter_per_domain_by_multirun(tmp_path, target_folder):
     done = train(
-        *("-m", "data.domains=[qa],[chat]", "data.limit=4", "stages=[prepare]"),
+        *("-m", "data.domains=[writing],[chat]", "data.limit=4", "stages=[prepare]"),
         *(f"target.source={target_folder}", f"root={tmp_path}"),
     )
     assert done.returncode == 0, done.stderr
     made = sorted(p.parent.parent.name for p in tmp_path.glob("*/prepare/manifest.json"))
-    assert made == ["smollm2-135m-eagle-chat", "smollm2-135m-eagle-qa"]
+    assert made == ["smollm2-135m-eagle-chat", "smollm2-135m-eagle-writing"]
