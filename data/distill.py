@@ -20,10 +20,11 @@ from torch import Tensor
 
 from data.artifact import Stage, write_by, write_text
 from data.prepare import Row
-from specdec.decode import Generation, Limits, generate
+from specdec.decode import Generation, generate
 from specdec.drafters.none import Plain
 from specdec.errors import UserError
 from specdec.sampling import Sampling
+from specdec.stopping import Limits
 from specdec.target import Tap, Target
 
 

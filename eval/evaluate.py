@@ -15,9 +15,9 @@ from data.artifact import write_text
 from data.prepare import Row
 from eval.lossless import first_difference
 from eval.speed import timed
-from specdec.decode import Limits
 from specdec.drafter import Drafter
 from specdec.errors import UserError
+from specdec.stopping import Limits
 from specdec.target import Target
 
 RECORDS = "rounds.jsonl"

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.decode import Generation, Limits, generate
+from specdec.decode import Generation, generate
 from specdec.drafter import Drafter
 from specdec.drafters.none import Plain
+from specdec.stopping import Limits
 from specdec.target import Target
 
 MODES = ("drafter", "plain", "transformers")

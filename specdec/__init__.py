@@ -3,11 +3,13 @@
 What a user keeps after training. Imports torch, transformers and safetensors and nothing heavier.
 """
 
-from specdec.decode import Generation, Limits, Round, generate
+from specdec.decode import Generation, Round, Step, generate, stream
 from specdec.drafter import open_drafter
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target
 from specdec.sampling import Sampling
+from specdec.search import TreeConfig
+from specdec.stopping import Limits
 from specdec.target import Target
 from specdec.tree import TokenTree
 
@@ -16,11 +18,14 @@ __all__ = [
     "Limits",
     "Round",
     "Sampling",
+    "Step",
     "Target",
     "TargetConfig",
     "TokenTree",
+    "TreeConfig",
     "UserError",
     "generate",
     "load_target",
     "open_drafter",
+    "stream",
 ]

@@ -57,7 +57,9 @@ class Drafter(Protocol):
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
 
-    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree: ...
+    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:
+        """The tree for this round. generator None: without chance, so that the tree carries no draft_probs."""
+        ...
 
 
 def kinds() -> list[str]:

@@ -52,14 +52,14 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
 
 
 class SlotCache:
-    """Keys and values of a drafter's one layer at absolute positions, for B rows.
+    """Keys and values of a drafter's one layer in slots, for B rows.
 
-    Writing a position again replaces it: that is how guesses give way to the target's true features. A query sees the
-    positions up to its own.
+    The text's positions are their slots; guesses lie behind them and are overwritten: that is how they give way to the
+    target's true features.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.rows, self.capacity = rows, capacity
+        self.rows, self.capacity = rows, -(-capacity // BUCKET) * BUCKET
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -68,14 +68,17 @@ class SlotCache:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, end: int) -> Tensor:
-        """Write key/value [B, G, N, d] at positions [B, N] (all below `end`) and attend: [B, N, H·d]."""
+    def width(self, end: int) -> int:
+        """Slots to look at when the last written one is before `end`."""
+        return min(-(-end // BUCKET) * BUCKET, self.capacity)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+        """Write key/value [B, G, N, d] to slots [B, N] and attend under mask bool [B, N, width]: [B, N, H·d]."""
         if self.keys is None or self.values is None:
             shape = (self.rows, key.shape[1], self.capacity, key.shape[3])
             self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
-        at = (torch.arange(self.rows, device=key.device)[:, None], slice(None), positions)
+        at = (torch.arange(self.rows, device=key.device)[:, None], slice(None), slots)
         self.keys[at] = key.transpose(1, 2)
         self.values[at] = value.transpose(1, 2)
-        visible = min(-(-end // BUCKET) * BUCKET, self.capacity)
-        mask = torch.arange(visible, device=key.device) <= positions[..., None]
-        return grouped(query, self.keys[:, :, :visible], self.values[:, :, :visible], mask)
+        width = mask.shape[-1]
+        return grouped(query, self.keys[:, :, :width], self.values[:, :, :width], mask)

@@ -1,29 +1,36 @@
-"""Sampling: from logits to the distribution tokens are drawn from. The only place that makes probabilities.
+"""Sampling: from logits to the distribution tokens are drawn from (the only place), and the coins that draw them.
 
-Temperature 0 gives one-hot rows, so that nothing else has a branch for greedy decoding.
+Temperature 0 gives one-hot rows, so that nothing else has a branch for greedy decoding. The order of the processors is
+that of transformers: repetition penalty, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.errors import UserError
+from specdec.tree import TokenTree
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the target's logits become a distribution.
 
-    temperature: 0 is greedy. top_k: keep the k likeliest tokens, 0 keeps all. top_p: keep the smallest set
-    of likeliest tokens with at least this mass.
+    temperature: 0 is greedy. top_k: keep the k likeliest tokens (0 keeps all; ties at the border stay). top_p: keep the
+    smallest set of likeliest tokens with at least this mass. min_p: keep tokens at least this share of the likeliest.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the text so far (CTRL, 1909.05858).
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -32,9 +39,34 @@ class Sampling:
             raise UserError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"repetition_penalty must be above 0 (1 is off), got {self.repetition_penalty}")
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] to probabilities [..., V], in the logits' own precision but at least fp32."""
+    @property
+    def needs_history(self) -> bool:
+        """Whether probs() must be told which tokens the text before each row holds."""
+        return self.repetition_penalty != 1
+
+    def without_history(self) -> Sampling:
+        """The same without the repetition penalty, for logits that already had it."""
+        return dataclasses.replace(self, repetition_penalty=1.0)
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Apply the repetition penalty where `seen` (bool, the logits' shape) is true."""
+        scaled = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, scaled, logits)
+
+    def probs(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Logits [..., V] to probabilities [..., V], in the logits' own precision but at least fp32.
+
+        seen: bool [..., V], tokens of the text each row continues; required when needs_history.
+        """
+        if self.needs_history:
+            if seen is None:
+                raise ValueError("a repetition penalty needs the tokens seen so far")
+            logits = self.penalise(logits, seen)
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
             return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
@@ -43,21 +75,101 @@ class Sampling:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
         if self.top_p < 1:
-            ordered, order = logits.softmax(-1).sort(-1, descending=True)
+            ordered, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
             # A token stays if the mass of the tokens before it has not yet reached top_p.
             outside = (ordered.cumsum(-1) - ordered) >= self.top_p
             logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+        if self.min_p > 0:
+            probs = logits.softmax(-1)
+            logits = logits.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), -torch.inf)
         return logits.softmax(-1)
 
 
-def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per row: probs [..., V] to ids [...].
+def seen_on_paths(tokens: Tensor, lengths: Tensor, tree: TokenTree, vocab_size: int) -> Tensor:
+    """Which tokens the text up to and including each node holds: [B, P], [B], tree -> bool [B, N, V].
 
-    Inverse transform sampling in fp64: torch.multinomial draws V exponentials per row, which costs more
-    than a whole drafting step here, and fp32 cumulative sums lose tokens below 1e-7.
+    A node's history is the decided text and its own ancestors, never its siblings (algorithms §1.8).
+    """
+    rows, count = tree.tokens.shape
+    decided = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    seen = torch.zeros(rows, vocab_size, dtype=torch.long, device=tokens.device)
+    seen = seen.scatter_add_(1, tokens.clamp(min=0), decided.long()) > 0
+    out = seen[:, None].repeat(1, count, 1)
+    ancestors = tree.ancestors()  # [B, N, N]
+    held = torch.zeros_like(out, dtype=torch.long)
+    held.scatter_add_(2, tree.tokens[:, None].expand(-1, count, -1), ancestors.long())
+    return out | (held > 0)
+
+
+class Coins(Protocol):
+    """Where chance comes from. flip: positions [B] (absolute index of the token being decided) -> uniform [B], fp64."""
+
+    def flip(self, positions: Tensor) -> Tensor: ...
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+
+
+class Stream:
+    """Coins from a generator, one after the other; `None` is torch's global one."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def flip(self, positions: Tensor) -> Tensor:
+        return torch.rand(positions.shape, dtype=torch.float64, device=positions.device, generator=self.generator)
+
+    def select(self, rows: Tensor) -> None:
+        """The next coins go to whatever rows are left."""
+
+
+class Coupled:
+    """Coins tied to (seed, row, position): the same token is drawn there whatever was proposed.
+
+    With a rule that draws from the target's own distribution (the target walk) the text is then exactly that of plain
+    decoding with the same seed, for every drafter, and does not depend on the batch a row is in (algorithms §1.8).
+    """
+
+    def __init__(self, seed: int, rows: int) -> None:
+        self.seed = seed
+        self.rows = torch.arange(rows)
+
+    def flip(self, positions: Tensor) -> Tensor:
+        mixed = [
+            _mix(_mix(_mix(self.seed & _WORD) ^ row) ^ position)
+            for row, position in zip(self.rows.tolist(), positions.tolist(), strict=True)
+        ]
+        return torch.tensor([value / 2**64 for value in mixed], dtype=torch.float64, device=positions.device)
+
+    def select(self, rows: Tensor) -> None:
+        self.rows = self.rows[rows.cpu()]
+
+
+_WORD = 2**64 - 1
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finaliser (Steele et al., OOPSLA 2014): neighbouring inputs give unrelated outputs."""
+    value = (value + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def pick(probs: Tensor, coins: Tensor) -> Tensor:
+    """One token per row by inverse transform: probs [..., V], coins [...] in [0, 1) -> ids [...].
+
+    torch.multinomial draws V exponentials per row, which costs more than a drafting step; sums are in fp64, because
+    fp32 loses tokens below 1e-7.
     """
     cumulative = probs.double().cumsum(-1)
-    u = torch.rand((*probs.shape[:-1], 1), dtype=torch.float64, device=probs.device, generator=generator)
-    # right=True: the first index whose cumulative mass exceeds u, never a token of probability 0.
-    index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
-    return index.squeeze(-1).clamp(max=probs.shape[-1] - 1)
+    # right=True: the first index whose cumulative mass exceeds the coin, never a token of probability 0.
+    index = torch.searchsorted(cumulative, coins[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(index, last)
+
+
+def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token per row with coins from a generator: probs [..., V] -> ids [...]."""
+    shape = probs.shape[:-1]
+    return pick(probs, torch.rand(shape, dtype=torch.float64, device=probs.device, generator=generator))

@@ -49,7 +49,9 @@ class Target:
         self._cache = slot_cache(self._plan, 0)
         self._longest = 0
         _refuse_unsupported(model)
-        self._stock_attention = model.config._attn_implementation
+        stock = model.config._attn_implementation
+        # A model that another Target drives already (a target drafting for itself) has ours.
+        self._stock_attention = "sdpa" if stock == attention.NAME else stock
         self._layers = _decoder_layers(model)
         model.set_attn_implementation(attention.NAME)
         self._check_head()
@@ -162,21 +164,20 @@ class Target:
         return Reading(self.head(last)[:, None], features)
 
     @torch.inference_mode()
-    def read(self, trees: TokenTree) -> Reading:
-        """Read every node of every row's tree; nothing is kept until keep()."""
+    def read(self, trees: TokenTree, start: int = 0) -> Reading:
+        """Read the nodes from `start` on of every row's tree; nothing is kept until keep().
+
+        Nodes before `start` must have been read since the last keep(), as part of the same growing tree.
+        """
         count = trees.nodes
         if self._longest + count > self._plan.capacity:
             raise ValueError(f"{count} nodes after {self._longest} positions exceed {self._plan.capacity} slots")
         visible = min(-(-(self._longest + count) // BUCKET) * BUCKET, self._plan.capacity)
-        node = torch.arange(count, device=self.device)
-        slots = self.lengths[:, None] + node
-        within = trees.ancestors()
-        depth = within.sum(-1) - 1
-        key = torch.arange(visible, device=self.device)
-        mask = (key < self.lengths[:, None])[:, None, :].repeat(1, count, 1)
-        mask.scatter_(2, slots[:, None, :].expand(-1, count, -1), within)
+        slots = self.lengths[:, None] + torch.arange(start, count, device=self.device)
+        positions = self.lengths[:, None] + trees.depths()
+        mask = trees.visible(self.lengths, visible, start)
         self._plan.slots, self._plan.visible = slots, visible
-        final, features = self._forward(trees.tokens, self.lengths[:, None] + depth, mask[:, None])
+        final, features = self._forward(trees.tokens[:, start:], positions[:, start:], mask[:, None])
         return Reading(self.head(final), features)
 
     @torch.inference_mode()

@@ -60,6 +60,18 @@ class TokenTree:
             steps *= 2
         return reach.bool()
 
+    def visible(self, lengths: Tensor, width: int, start: int = 0) -> Tensor:
+        """What nodes from `start` on may attend to: bool [B, N - start, width].
+
+        Keys lie in slots: the row's text in 0 … lengths - 1, node m in lengths + m. A node sees the text, its ancestors
+        and itself.
+        """
+        slot = torch.arange(width, device=self.tokens.device)
+        mask = (slot < lengths[:, None])[:, None].repeat(1, self.nodes - start, 1)
+        at = lengths[:, None] + torch.arange(self.nodes, device=self.tokens.device)
+        within = self.ancestors()[:, start:]
+        return mask.scatter_(2, at[:, None].expand(-1, self.nodes - start, -1), within)
+
     def depths(self) -> Tensor:
         """[B, N]: number of edges between a node and its root; 0 for padding."""
         return self.ancestors().sum(-1) - 1

@@ -20,6 +20,7 @@ from eval.evaluate import EvalConfig
 from specdec.drafter import drafter_module
 from specdec.errors import UserError, nearest
 from specdec.load import TargetConfig
+from specdec.search import TreeConfig
 from train.log import LogConfig
 from train.loop import FitConfig
 
@@ -56,6 +57,7 @@ class RunConfig:
     kind: str
     model: Any
     objective: Any
+    tree: TreeConfig
     data: DataConfig
     distill: DistillConfig
     fit: FitConfig
@@ -102,6 +104,7 @@ def read(node: DictConfig) -> RunConfig:
         kind=kind,
         model=build(module.Config, node.drafter.model, "drafter.model"),
         objective=build(objective_module(kind).Config, node.drafter.objective, "drafter.objective"),
+        tree=build(TreeConfig, node.drafter.tree, "drafter.tree"),
         data=data,
         distill=build(DistillConfig, node.distill, "distill"),
         fit=build(FitConfig, node.fit, "fit"),

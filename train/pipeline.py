@@ -29,6 +29,7 @@ from specdec.drafter import drafter_module, open_drafter
 from specdec.errors import UserError
 from specdec.export import eagle3
 from specdec.load import load_target
+from specdec.search import TreeConfig
 from specdec.source import locate
 from specdec.target import Tap, Target
 from train import checkpoint
@@ -166,7 +167,7 @@ class Run:
                 differences = eagle3.export(drafter, self.target, folder, self.config.export.dtype)
                 say(f"export    {folder}: checked, read back, largest difference {max(differences.values()):.0e}")
                 counts[engine] = differences
-                served = eagle3.launch_commands(folder, self.target.model.name_or_path, self.config.model.depth)
+                served = eagle3.launch_commands(folder, self.target.model.name_or_path, self.config.tree.longest)
                 write_text(commands, "".join(f"{name}: {command}\n" for name, command in served.items()))
             stage.finish({"layouts": ", ".join(self.config.export.engines), "read_back_differences": counts})
         say(f"how to serve it: {commands}")
@@ -203,7 +204,8 @@ class Run:
     def _evaluate_stage(self) -> Stage:
         inputs = {"fit": self._fit_stage().fingerprint}
         folder = self.config.out / "evaluate" / self.config.eval.name
-        return open_stage(folder, "evaluate", {"eval": asdict(self.config.eval)}, inputs)
+        settings = {"eval": asdict(self.config.eval), "drafter.tree": asdict(self.config.tree)}
+        return open_stage(folder, "evaluate", settings, inputs)
 
     def _export_stage(self) -> Stage:
         inputs = {"fit": self._fit_stage().fingerprint}
@@ -217,7 +219,9 @@ class Run:
 
     def _drafter(self) -> Any:
         fitted = self._finished(self._fit_stage())
-        return open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target)
+        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target)
+        drafter.tree = self.config.tree
+        return drafter
 
     def _own_domains(self) -> list[str]:
         rows = read_rows(self._finished(self._prepare_stage()).folder, "train")
@@ -238,7 +242,7 @@ class Run:
         distilled, fitted = self._distill_stage().counts, self._fit_stage().counts
         return {
             "target": f"{config.target.name} ({config.target.source}), {config.target.dtype}",
-            "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, chain of {config.model.depth}",
+            "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, {_tree(config.tree)}",
             "trained on": f"{', '.join(self._own_domains())}: {distilled['answer_tokens']} target-written tokens",
             "fit": f"{fitted['steps']} steps, seed {config.seed}",
             "decoding": f"greedy, {config.eval.max_new_tokens} new tokens, one prompt at a time",
@@ -254,6 +258,12 @@ def _token_counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
         counts += 0.1 * torch.bincount(text.tokens, minlength=vocab_size)
         counts += 0.9 * torch.bincount(text.tokens[text.prompt_length :], minlength=vocab_size)
     return counts
+
+
+def _tree(tree: TreeConfig) -> str:
+    if tree.kind == "chain":
+        return f"chain of {tree.depth}"
+    return f"{tree.kind} tree of {tree.most_nodes} nodes, {tree.longest} deep"
 
 
 def _counts(stage: Stage) -> str:

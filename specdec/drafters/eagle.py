@@ -20,6 +20,7 @@ from specdec.drafter import Context
 from specdec.errors import UserError
 from specdec.layers import RMSNorm, SlotCache, rotate
 from specdec.sampling import Sampling
+from specdec.search import TreeConfig, grow
 from specdec.target import Tap, Target
 from specdec.tree import TokenTree
 from specdec.vocab import choose_vocab
@@ -40,12 +41,8 @@ class EagleConfig:
     """EAGLE-3.1: norm each tap before they are fused."""
     norm_output: bool = True
     """EAGLE-3.1: feed back the normed output."""
-    depth: int = 5
-    """Tokens proposed per round."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise UserError(f"drafter.model.depth must be 1 or more, got {self.depth}")
         if self.draft_vocab_size < 16:
             raise UserError(f"drafter.model.draft_vocab_size must be 16 or more, got {self.draft_vocab_size}")
 
@@ -68,7 +65,6 @@ class EagleShape:
     max_positions: int
     fc_norm: bool
     norm_output: bool
-    depth: int
 
 
 def shape_for(config: EagleConfig, target: Target) -> EagleShape:
@@ -96,7 +92,6 @@ def shape_for(config: EagleConfig, target: Target) -> EagleShape:
         max_positions=target.window,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
-        depth=config.depth,
     )
 
 
@@ -145,7 +140,7 @@ class Eagle(nn.Module):
         width = shape.hidden_size
         self.shape = shape
         self.taps: tuple[Tap, ...] = tuple(shape.taps)
-        self.depth = shape.depth
+        self.tree = TreeConfig()
         self._embedding = [embedding]  # in a list: not a submodule, so neither saved nor trained
         count = len(shape.taps) if shape.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(width, shape.rms_norm_eps) for _ in range(count))
@@ -182,38 +177,55 @@ class Eagle(nn.Module):
 
     @property
     def nodes(self) -> int:
-        return 1 + self.depth
+        return self.tree.most_nodes
 
     def reset(self, rows: int, capacity: int) -> None:
-        self._cache = SlotCache(rows, capacity + self.depth)
+        self._cache = SlotCache(rows, capacity + self.tree.most_slots)
 
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows)
 
     @torch.inference_mode()
-    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:  # noqa: ARG002
-        """A chain of `depth` likeliest tokens. Raises ValueError without features."""
+    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:
+        """A tree grown from the last true feature. Raises ValueError without features."""
         if context.features is None:
             raise ValueError("EAGLE needs the target's features")
+        normed, hidden = self._catch_up(context)
+        # The root's slot is that of the last true feature; node n lies n behind it.
+        base = context.lengths - 2
+        longest = int(base.max()) + 1
+
+        def expand(tree: TokenTree, start: int) -> Tensor:
+            nonlocal hidden
+            if start == 0:
+                return self.logits(normed)
+            parent = tree.parents[:, start:, None].expand(-1, -1, hidden.shape[2])
+            slots = base[:, None] + torch.arange(start, tree.nodes, device=base.device)
+            positions = base[:, None] + tree.depths()[:, start:]
+            mask = tree.visible(base, self._cache.width(longest + tree.nodes), start)
+            out, new = self._cached(tree.tokens[:, start:], hidden.gather(1, parent), positions, slots, mask)
+            hidden = torch.cat([hidden, new], 1)
+            return self.logits(out)
+
+        return grow(self.tree, context, expand, sampling, generator, self.draft_ids, self.shape.vocab_size)
+
+    def _catch_up(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Run over the new true features; output and next feature of each row's last one, [B, 1, D]."""
+        assert context.features is not None
         count = context.features.shape[1]
         starts = context.lengths - 1 - context.counts
         positions = starts[:, None] + torch.arange(count, device=starts.device)
-        end = int(positions[:, -1].max()) + 1
+        width = self._cache.width(int(positions[:, -1].max()) + 1)
+        mask = torch.arange(width, device=starts.device) <= positions[..., None]
         tokens = read_ahead(context.tokens, starts, count)
-        normed, hidden = self._cached(tokens, self.fuse(context.features), positions, end)
+        normed, hidden = self._cached(tokens, self.fuse(context.features), positions, positions, mask)
         last = (context.counts - 1)[:, None, None].expand(-1, 1, normed.shape[2])
-        normed, hidden = normed.gather(1, last), hidden.gather(1, last)
-        position = (context.lengths - 2)[:, None]
-        chain = [context.pending()[:, None]]
-        for step in range(self.depth):
-            if step:
-                position = position + 1
-                normed, hidden = self._cached(chain[-1], hidden, position, end + step)
-            chain.append(self.draft_ids[self.logits(normed).argmax(-1)])
-        return TokenTree.chain(torch.cat(chain, 1))
+        return normed.gather(1, last), hidden.gather(1, last)
 
-    def _cached(self, tokens: Tensor, hidden: Tensor, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        return self.step(tokens, hidden, positions, lambda q, k, v: self._cache.attend(q, k, v, positions, end))
+    def _cached(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.step(tokens, hidden, positions, lambda q, k, v: self._cache.attend(q, k, v, slots, mask))
 
 
 Config = EagleConfig  # the name the pipeline looks for
@@ -248,12 +260,13 @@ def create(config: EagleConfig, target: Target, counts: Tensor, generator: torch
 
 def config_of(drafter: Eagle) -> dict[str, Any]:
     """What save_drafter writes beside the weights."""
-    return asdict(drafter.shape)
+    return {**asdict(drafter.shape), "tree": asdict(drafter.tree)}
 
 
 def from_config(config: dict[str, Any], target: Target) -> Eagle:
     """An empty drafter of the saved shape. Raises UserError if it was made for a target of another shape."""
-    shape = EagleShape(**config)
+    tree = TreeConfig(**config["tree"])
+    shape = EagleShape(**{key: value for key, value in config.items() if key != "tree"})
     for key, here in (
         ("hidden_size", target.width),
         ("vocab_size", target.vocab_size),
@@ -261,4 +274,6 @@ def from_config(config: dict[str, Any], target: Target) -> Eagle:
     ):
         if config[key] != here:
             raise UserError(f"this drafter was made for a target with {key} {config[key]}; {target.name} has {here}")
-    return Eagle(shape, target.embedding)
+    drafter = Eagle(shape, target.embedding)
+    drafter.tree = tree
+    return drafter

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specdec.drafters.eagle import Eagle, EagleShape
 from specdec.errors import UserError
+from specdec.layers import grouped
 from specdec.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,7 +194,6 @@ def load(folder: Path, embedding: nn.Module) -> Eagle:
         max_positions=config["max_position_embeddings"],
         fc_norm=config["fc_norm"],
         norm_output=config["norm_output"],
-        depth=1,
     )
     drafter = Eagle(shape, embedding)
     names = {f"midlayer.{outside}.weight": f"layer.{inside}.weight" for inside, outside in LAYER.items()}
@@ -210,11 +210,9 @@ def compare(drafter: Eagle, again: Eagle, dtype: torch.dtype) -> dict[str, float
     Raises RuntimeError when it is more than rounding to `dtype` explains, or when the draft ids differ.
     """
     shape = drafter.shape
-    if asdict(shape) | {"taps": 0, "depth": 0, "target_layers": 0} != asdict(again.shape) | {
-        "taps": 0,
-        "depth": 0,
-        "target_layers": 0,
-    } or not torch.equal(drafter.draft_ids.cpu(), again.draft_ids):
+    unknown = {"taps": 0, "target_layers": 0}  # the folder leaves them out where they are the default
+    same = asdict(shape) | unknown == asdict(again.shape) | unknown
+    if not same or not torch.equal(drafter.draft_ids.cpu(), again.draft_ids):
         raise RuntimeError("the export read back has another shape or vocabulary than the drafter")
     device = drafter.fc.weight.device
     again = again.to(device, drafter.fc.weight.dtype)
@@ -222,12 +220,12 @@ def compare(drafter: Eagle, again: Eagle, dtype: torch.dtype) -> dict[str, float
     tokens = torch.randint(shape.vocab_size, (1, 8), generator=generator).to(device)
     features = torch.randn(1, 8, len(shape.taps), shape.hidden_size, generator=generator).to(again.fc.weight)
     outputs = []
+    position = torch.arange(8, device=device)[None]
     for one in (drafter, again):
-        one.reset(1, 16)
-        position = torch.arange(8, device=device)[None]
-        normed, hidden = one._cached(tokens, one.fuse(features), position, 8)
-        later, _ = one._cached(tokens[:, -1:], hidden[:, -1:], position[:, -1:] + 1, 9)
-        outputs.append((torch.cat([normed, later], 1), one.logits(torch.cat([normed, later], 1))))
+        normed, hidden = one.step(tokens, one.fuse(features), position, lambda q, k, v: grouped(q, k, v, None))
+        later, _ = one.step(tokens, hidden, position + 1, lambda q, k, v: grouped(q, k, v, None))
+        states = torch.cat([normed, later], 1)
+        outputs.append((states, one.logits(states)))
     limit = 1e-5 if dtype == torch.float32 else 0.05
     differences = {}
     for name, a, b in zip(("states", "logits"), *outputs, strict=True):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import EOS
+from tiny import EOS
 
 from data.artifact import open_stage
 from data.distill import DistillConfig, distill, read_texts

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import EOS
+from tiny import EOS
 
 from eval.speed import stock_generate
 from specdec import Limits, Sampling, TokenTree, generate

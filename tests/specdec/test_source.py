@@ -2,7 +2,7 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from specdec import TargetConfig, UserError, load_target
 from specdec.source import locate

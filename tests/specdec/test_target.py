@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Target, TokenTree, UserError
 from specdec.tree import Paths

@@ -22,7 +22,7 @@ def command(out, folder, *extra):
         *(sys.executable, "-m", "train", f"target.source={folder}", "target.name=tiny", f"out={out}"),
         *("data=jsonl", f"data.path={prompts}", "data.heldout=3", "data.domains=[mine]"),
         *("distill.max_new_tokens=12", "distill.batch_size=5", "drafter.model.draft_vocab_size=64"),
-        *("drafter.model.depth=3", "fit.max_steps=6", "fit.save_steps=2", "eval.max_new_tokens=8"),
+        *("drafter.tree.depth=3", "fit.max_steps=6", "fit.save_steps=2", "eval.max_new_tokens=8"),
         *("eval.own=2", "eval.transfer=1", *extra),
     ]
 
@@ -56,7 +56,7 @@ def files(folder):
         (["data=jsonl", "data.path=absent.jsonl"], "data.path: no file absent.jsonl"),
         (["data.domains=[math]"], "data.domains: 'math'"),
         (["stages=[fitt]"], "stages: 'fitt' is not a stage"),
-        (["drafter.model.depth=0"], "drafter.model.depth"),
+        (["drafter.tree.depth=0"], "tree.depth"),
         (["drafter.objective.loss=x"], "drafter.objective.loss: 'x'"),
         (["stages=[fit"], "fit"),
     ],

@@ -1,71 +1,132 @@
-"""Every file in specdec/drafters: whatever it proposes, the text is the target's."""
+"""Every drafter and every tree: whatever is proposed, the text is the target's."""
 
 import pytest
 import torch
-from conftest import EOS
+from makers import COVERED, DRAFTERS, TREES, draft_model, eagle, itself
+from tiny import EOS, tiny_model
 
-from specdec import Limits, Sampling, generate
+from specdec import Limits, Sampling, Target, UserError, generate, stream
 from specdec.drafter import drafter_module, kinds, open_drafter, save_drafter
+from specdec.drafters.eagle import config_of
 from specdec.drafters.none import Plain
-from specdec.errors import UserError
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3]]
-TRAINED = [kind for kind in kinds() if kind != "none"]
+names = pytest.mark.parametrize("name", DRAFTERS)
 
 
-def make(kind, target, seed=0):
-    module = drafter_module(kind)
-    config = module.Config(draft_vocab_size=200)
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.arange(target.vocab_size, 0, -1).double()
-    return module.create(config, target, counts, generator).double(), module
+def texts(target, drafter, prompts, limits, *arguments, **options):
+    return [g.tokens for g in generate(target, drafter, prompts, limits, *arguments, **options)]
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+def test_every_file_is_covered():
+    assert set(kinds()) == COVERED
+
+
+@names
 @pytest.mark.parametrize("limit", [1, 2, 5, 40])
-def test_greedy_text_is_the_targets(target, kind, limit):
-    drafter, _ = make(kind, target)
-    limits = Limits(limit, (EOS,))
-    expected = [g.tokens for g in generate(target, Plain(), PROMPTS, limits)]
-    assert [g.tokens for g in generate(target, drafter, PROMPTS, limits)] == expected
-    alone = [generate(target, drafter, [p], limits)[0].tokens for p in PROMPTS]
-    assert alone == expected
+def test_greedy_text_is_the_targets_alone_and_in_a_batch(target, name, limit):
+    drafter, limits = DRAFTERS[name](target), Limits(limit, (EOS,))
+    expected = texts(target, Plain(), PROMPTS, limits)
+    assert texts(target, drafter, PROMPTS, limits) == expected
+    assert [texts(target, drafter, [p], limits)[0] for p in PROMPTS] == expected
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_proposals_of_a_row_do_not_depend_on_the_others(target, kind):
-    drafter, _ = make(kind, target)
+@names
+def test_proposals_of_a_row_do_not_depend_on_the_others(target, name):
+    drafter = DRAFTERS[name](target)
     together = generate(target, drafter, PROMPTS, Limits(30))
     alone = [generate(target, drafter, [p], Limits(30))[0] for p in PROMPTS]
     assert [g.rounds for g in together] == [g.rounds for g in alone]
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_saved_and_opened_is_the_same_drafter(target, kind, tmp_path):
-    drafter, module = make(kind, target)
-    save_drafter(drafter, kind, module.config_of(drafter), tmp_path)
+@names
+def test_a_repetition_penalty_counts_each_paths_own_tokens(target, name):
+    """T8: greedy under a penalty strong enough to change the text."""
+    drafter, sampling, limits = DRAFTERS[name](target), Sampling(0.0, repetition_penalty=1.8), Limits(30, (EOS,))
+    expected = texts(target, Plain(), PROMPTS, limits, sampling)
+    assert expected != texts(target, Plain(), PROMPTS, limits)
+    assert texts(target, drafter, PROMPTS, limits, sampling) == expected
+
+
+@names
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=9, top_p=0.9), Sampling(1.3, min_p=0.05)])
+def test_coupled_sampling_gives_plain_samplings_text(target, name, sampling):
+    """T14: noise tied to the position."""
+    drafter, limits = DRAFTERS[name](target), Limits(25, (EOS,))
+    expected = texts(target, Plain(), PROMPTS, limits, sampling, seed=11)
+    assert texts(target, drafter, PROMPTS, limits, sampling, seed=11) == expected
+    assert texts(target, drafter, PROMPTS, limits, sampling, seed=12) != expected
+
+
+@names
+def test_no_stop_token_before_min_new_tokens(target, name):
+    drafter = DRAFTERS[name](target)
+    free = texts(target, Plain(), PROMPTS, Limits(30))
+    stops = tuple({text[4] for text in free})
+    limits = Limits(30, stops, min_new_tokens=12)
+    expected = texts(target, Plain(), PROMPTS, limits)
+    assert all(len(text) >= 12 and not set(text[:11]) & set(stops) for text in expected)
+    assert texts(target, drafter, PROMPTS, limits) == expected
+
+
+@names
+def test_a_stop_string_ends_the_row_wherever_rounds_fall(target, name):
+    """Also a string spread over several tokens, whose parts come in different rounds."""
+    drafter = DRAFTERS[name](target)
+    free = texts(target, Plain(), PROMPTS, Limits(30))
+    for start in (3, 7):
+        stop = target.tokenizer.decode(free[0][start : start + 3])
+        if "�" in stop or not stop:
+            continue
+        limits = Limits(30, (), stop_strings=(stop,))
+        expected = texts(target, Plain(), PROMPTS, limits)
+        assert stop in target.tokenizer.decode(expected[0])
+        assert stop not in target.tokenizer.decode(expected[0][:-1])
+        assert texts(target, drafter, PROMPTS, limits) == expected
+
+
+@names
+def test_streamed_steps_add_up(target, name):
+    drafter, limits = DRAFTERS[name](target), Limits(20, (EOS,))
+    out = generate(target, drafter, PROMPTS, limits)
+    rows = [[] for _ in PROMPTS]
+    for step in stream(target, drafter, PROMPTS, limits):
+        assert step.tokens
+        assert step.round is None or step.round.emitted == len(step.tokens)
+        rows[step.row] += step.tokens
+    assert rows == [g.tokens for g in out]
+
+
+@names
+def test_the_end_of_the_window_is_reached_and_never_passed(name):
+    target = Target(tiny_model(max_position_embeddings=32))
+    drafter, prompt = DRAFTERS[name](target), [5] * 20
+    expected = generate(target, Plain(), [prompt], Limits(50))[0]
+    out = generate(target, drafter, [prompt], Limits(50))[0]
+    assert out.tokens == expected.tokens
+    assert len(out.tokens) == 12
+    assert out.finish == "length"
+
+
+@pytest.mark.parametrize("tree", ["chain", "drawn", "static"])  # a dynamic tree may spend its nodes elsewhere
+def test_the_target_as_its_own_drafter_is_always_accepted(target, tree):
+    """T15: τ is the longest path plus one."""
+    drafter = itself(target, TREES[tree])
+    longest = TREES[tree].longest
+    out = generate(target, drafter, PROMPTS, Limits(1 + 4 * (longest + 1)))
+    assert all(g.accepted_length == longest + 1 for g in out)
+
+
+@pytest.mark.parametrize("name", ["eagle-chain", "eagle-dynamic"])
+def test_saved_and_opened_is_the_same_drafter(target, name, tmp_path):
+    drafter = DRAFTERS[name](target)
+    save_drafter(drafter, "eagle", config_of(drafter), tmp_path)
     again = open_drafter(tmp_path, target)
-    for name, tensor in drafter.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
+    assert again.tree == drafter.tree
+    for key, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[key])
     runs = [generate(target, d, PROMPTS, Limits(20)) for d in (drafter, again)]
     assert [g.rounds for g in runs[0]] == [g.rounds for g in runs[1]]
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_first_sampled_token_has_the_targets_distribution(target, kind):
-    """Two rounds at temperature 1 over many rows: the second token's counts against plain decoding's."""
-    drafter, _ = make(kind, target)
-    rows, vocab = 3000, 300
-    counts = []
-    for one, seed in ((drafter, 1), (Plain(), 2)):
-        generator = torch.Generator().manual_seed(seed)
-        out = generate(target, one, [[5, 6, 7]] * rows, Limits(2), Sampling(1.0, top_k=4), generator)
-        counts.append(torch.bincount(torch.tensor([g.tokens[1] for g in out]), minlength=vocab).double())
-    a, b = counts
-    used = (a + b) >= 10
-    chi2 = float((((a - b) ** 2) / (a + b).clamp(min=1))[used].sum())
-    freedom = int(used.sum())
-    assert chi2 < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_folders_that_are_no_drafters_are_named(target, tmp_path):
@@ -73,3 +134,38 @@ def test_folders_that_are_no_drafters_are_named(target, tmp_path):
         open_drafter(tmp_path, target)
     with pytest.raises(UserError, match=r"'eagel' does not exist.*Did you mean 'eagle'"):
         drafter_module("eagel")
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(target):
+    other = Target(tiny_model(), target.tokenizer, "other")
+
+    class Renamed:
+        eos_token_id, all_special_ids = 1, ()
+
+        def get_vocab(self):
+            return {"a": 0}
+
+    other.tokenizer = Renamed()
+    from specdec.drafters.draft_model import DraftModel
+
+    with pytest.raises(UserError, match="another tokenizer"):
+        DraftModel(other, target)
+
+
+def test_drawn_chains_carry_the_law_they_were_drawn_from(target):
+    """Each drafted token has positive probability under a row that sums to 1 (rule 1.1 refuses anything else)."""
+    for make in (eagle, draft_model):
+        drafter, seen = make(target, TREES["drawn"]), []
+        original = drafter.propose
+
+        def spy(*arguments, original=original, seen=seen):
+            seen.append(original(*arguments))
+            return seen[-1]
+
+        drafter.propose = spy
+        generate(target, drafter, PROMPTS, Limits(12), Sampling(1.0, top_k=5), torch.Generator().manual_seed(0))
+        assert seen
+        for tree in seen:
+            q = tree.draft_probs[:, :-1]  # no time shift: the last node has no children
+            assert torch.allclose(q.sum(-1), torch.ones_like(q.sum(-1)))
+            assert bool((q.gather(-1, tree.tokens[:, 1:, None]) > 0).all())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_model
+from tiny import tiny_model
 
 from data.batches import Batch
 from specdec import Limits, Target, UserError, generate
@@ -13,8 +13,12 @@ from train.objectives.eagle import EagleObjective, EagleObjectiveConfig
 
 def drafter_for(target, **changes):
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    config = EagleConfig(**({"draft_vocab_size": 200, "depth": 4} | changes))
+    config = EagleConfig(**({"draft_vocab_size": 200} | changes))
     return create(config, target, counts, torch.Generator().manual_seed(0)).double()
+
+
+def causal(positions):
+    return torch.arange(64) <= positions[..., None]
 
 
 @pytest.mark.parametrize(("fc_norm", "norm_output"), [(True, True), (False, False), (True, False)])
@@ -34,14 +38,14 @@ def test_unrolled_training_equals_the_decoders_steps(target, fc_norm, norm_outpu
     # The decoder: true features up to the slot, then its own, fed the same tokens.
     drafter.reset(1, 32)
     position = torch.arange(slot + 1)[None]
-    normed, hidden = drafter._cached(
-        tokens[:, 1 : slot + 2], drafter.fuse(features[:, : slot + 1, :-1]), position, slot + 1
-    )
+    true = drafter.fuse(features[:, : slot + 1, :-1])
+    normed, hidden = drafter._cached(tokens[:, 1 : slot + 2], true, position, position, causal(position))
     normed, hidden, decoded = normed[:, -1:], hidden[:, -1:], []
     for step in range(3):
         if step:
             token = tokens[:, slot + 1 + step, None]
-            normed, hidden = drafter._cached(token, hidden, torch.tensor([[slot + step]]), slot + 1 + step)
+            at = torch.tensor([[slot + step]])
+            normed, hidden = drafter._cached(token, hidden, at, at, causal(at))
         decoded.append(normed[0, 0])
     for a, b in zip(trained, decoded, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
@@ -60,7 +64,8 @@ def test_guessed_keys_are_rewritten_from_true_features(target):
     drafter.reset(1, 64)
     tokens = torch.tensor([text])
     features = target.features(tokens, drafter.taps)[:, :known]
-    drafter._cached(tokens[:, 1 : known + 1], drafter.fuse(features), torch.arange(known)[None], known)
+    at = torch.arange(known)[None]
+    drafter._cached(tokens[:, 1 : known + 1], drafter.fuse(features), at, at, causal(at))
     assert torch.allclose(keys, drafter._cache.keys[0, :, :known], atol=1e-10)
 
 

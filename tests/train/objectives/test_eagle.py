@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import EOS
+from tiny import EOS
 
 from data.batches import Batch
-from specdec import Limits, generate
+from specdec import Limits, TreeConfig, generate
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.none import Plain
 from train.objectives.eagle import EagleObjective, EagleObjectiveConfig, scored_slots
@@ -22,8 +22,8 @@ def memorised_accepted_length(target, shift=0, depth=DEPTH):
     mask = torch.zeros_like(tokens).bool()
     mask[0, len(PROMPT) :] = True
     counts = torch.bincount(tokens[0], minlength=target.vocab_size).double()
-    config = EagleConfig(draft_vocab_size=64, depth=depth)
-    drafter = create(config, target, counts, torch.Generator().manual_seed(0)).double()
+    drafter = create(EagleConfig(draft_vocab_size=64), target, counts, torch.Generator().manual_seed(0)).double()
+    drafter.tree = TreeConfig(depth=depth)
     objective = EagleObjective(EagleObjectiveConfig(unroll=depth), drafter, target)
     objective.horizon += shift
     features = target.features(tokens, (*drafter.taps, "final")).clone()

@@ -1,0 +1,104 @@
+"""A smaller causal LM of the same tokenizer as the drafter (2211.17192), chains and trees.
+
+It keeps its own cache of the text. A round first reads the tokens decided since the last one, the pending token among
+them, in one pass; guesses are read behind them and forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.drafter import Context
+from specdec.errors import UserError
+from specdec.sampling import Sampling
+from specdec.search import TreeConfig, grow
+from specdec.target import Tap, Target
+from specdec.tree import PAD, Paths, TokenTree
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """Which model, and what it proposes."""
+
+    source: str = ""
+    """Hugging Face id or folder, or a GGUF, as target.source."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """What is proposed in a round."""
+
+
+Config = DraftModelConfig
+
+
+class DraftModel:
+    """`model` drafts for a target with `vocab_size` tokens.
+
+    Vocabularies padded to different sizes are fine: ids past the smaller one are never proposed and read as its last.
+    Raises UserError when both have tokenizers and they differ.
+    """
+
+    taps: tuple[Tap, ...] = ()
+
+    def __init__(self, model: Target, target: Target, tree: TreeConfig | None = None) -> None:
+        _same_tokenizer(model.tokenizer, target.tokenizer, model.name)
+        self.model = model
+        self.vocab_size = target.vocab_size
+        self.shared = min(model.vocab_size, target.vocab_size)
+        self.tree = tree or TreeConfig()
+        self._capacity = 0
+        self._fresh = True
+
+    @property
+    def nodes(self) -> int:
+        return self.tree.most_nodes
+
+    def reset(self, rows: int, capacity: int) -> None:  # noqa: ARG002
+        self._fresh = True
+        self._capacity = capacity
+
+    def select(self, rows: Tensor) -> None:
+        if not self._fresh:
+            self.model.select(rows)
+
+    @torch.inference_mode()
+    def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:
+        first = self._catch_up(context)
+
+        def expand(tree: TokenTree, start: int) -> Tensor:
+            if start == 0:
+                return first
+            inside = TokenTree(tree.tokens.clamp(max=self.model.vocab_size - 1), tree.parents)
+            return self.model.read(inside, start).logits[..., : self.shared]
+
+        return grow(self.tree, context, expand, sampling, generator, None, self.vocab_size)
+
+    def _catch_up(self, context: Context) -> Tensor:
+        """Read what was decided since the last round, pending token included; its logits [B, 1, V'].
+
+        Afterwards the pending token's keys lie in the slot behind the model's length: the root of the tree to come.
+        """
+        model, lengths = self.model, context.lengths
+        tokens = context.tokens.clamp(max=model.vocab_size - 1)
+        rows = torch.arange(len(lengths), device=lengths.device)
+        if self._fresh:
+            self._fresh = False
+            prompts = [row[:length] for row, length in zip(tokens.tolist(), (lengths - 1).tolist(), strict=True)]
+            model.start(prompts, self._capacity - min(map(len, prompts)) + self.tree.most_slots)
+        new = lengths - model.lengths
+        at = model.lengths[:, None] + torch.arange(int(new.max()), device=lengths.device)
+        chain = TokenTree.chain(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)))
+        real = torch.arange(chain.nodes, device=lengths.device) < new[:, None]
+        reading = model.read(TokenTree(chain.tokens, chain.parents.masked_fill(~real, PAD)))
+        model.keep(Paths(torch.arange(chain.nodes, device=lengths.device).expand_as(chain.tokens), new - 1))
+        return reading.logits[rows, new - 1][:, None, : self.shared]
+
+
+def _same_tokenizer(own: Any, other: Any, name: str) -> None:
+    if own is not None and other is not None and own.get_vocab() != other.get_vocab():
+        raise UserError(
+            f"draft model {name} has another tokenizer than the target; its guesses would be other texts. "
+            "Use a model of the same family"
+        )

@@ -1,0 +1,51 @@
+"""A small drafter of every kind for the tiny target; a new file in specdec/drafters needs an entry here."""
+
+from __future__ import annotations
+
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from specdec import Target, TreeConfig
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.eagle import EagleConfig, create
+from specdec.drafters.ngram import Ngram
+from specdec.drafters.none import Plain
+
+TREES = {
+    "chain": TreeConfig(depth=4),
+    "drawn": TreeConfig(depth=3, draw=True),
+    "static": TreeConfig(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
+    "dynamic": TreeConfig(kind="dynamic", depth=3, width=3, nodes=9),
+}
+
+
+def eagle(target, tree, seed=0):
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    size = min(200, target.vocab_size)
+    drafter = create(EagleConfig(draft_vocab_size=size), target, counts, torch.Generator().manual_seed(seed))
+    drafter.tree = tree
+    return drafter.to(target.model.dtype)
+
+
+def draft_model(target, tree, seed=0):
+    """A random model of its own, with a vocabulary padded to another size."""
+    model = tiny_model(seed + 7, num_hidden_layers=2, vocab_size=target.vocab_size + 8).to(target.model.dtype)
+    return DraftModel(Target(model, tiny_tokenizer() if target.tokenizer else None, "draft"), target, tree)
+
+
+def itself(target, tree, seed=0):  # noqa: ARG001
+    """The control: the target drafts for itself."""
+    return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
+
+
+MAKERS = {"eagle": eagle, "draft_model": draft_model, "itself": itself}
+# kind-tree -> maker(target, seed)
+DRAFTERS = {
+    f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
+    for kind, make in MAKERS.items()
+    for name, tree in TREES.items()
+} | {
+    "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
+    "none": lambda target, seed=0: Plain(),  # noqa: ARG005
+}
+COVERED = {"eagle", "draft_model", "ngram", "none"}
