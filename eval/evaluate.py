@@ -81,6 +81,7 @@ def evaluate(
                 "identical_to_transformers": stock is None,
                 "first_difference": plain if plain is not None else stock,
                 "seconds": run.seconds,
+                "answer": run.tokens["drafter"],
                 "rounds": [[r.proposed, r.accepted, r.emitted] for r in run.generation.rounds],
             }
             known[row.id] = record

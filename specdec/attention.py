@@ -13,19 +13,32 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from specdec.errors import UserError
+
 NAME = "headstart"
 
 
 def grouped_attention(
-    module: torch.nn.Module,  # noqa: ARG001  (part of the interface)
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, N, d], key and value [B, G, L, d], mask bool [B, 1, N, L] -> ([B, N, H, d], None)."""
+    """query [B, H, N, d], key and value [B, G, L, d], mask bool [B, 1, N, L] -> ([B, N, H, d], None).
+
+    Raises UserError for what it would leave out: soft-capping, windows, attention sinks.
+    """
+    if softcap is not None or sliding_window is not None or s_aux is not None:
+        raise UserError(
+            f"{type(module).__name__} soft-caps its scores, has a sliding window or attention sinks: it cannot be "
+            "decoded exactly here"
+        )
     batch, heads, count, width = query.shape
     groups = key.shape[1]
     if attention_mask is None:

@@ -54,7 +54,7 @@ class Target:
         self._stock_attention = "sdpa" if stock == attention.NAME else stock
         self._layers = _decoder_layers(model)
         model.set_attn_implementation(attention.NAME)
-        self._check_head()
+        self._check_exact()
 
     # -- what the model is -------------------------------------------------------------------------------------
 
@@ -115,8 +115,8 @@ class Target:
 
     @property
     def head_dim(self) -> int:
-        config = self.model.config.to_dict()
-        return config.get("head_dim") or self.width // config["num_attention_heads"]
+        config = self.model.config
+        return config.to_dict().get("head_dim") or self.width // config.num_attention_heads
 
     @property
     def rope_theta(self) -> float:
@@ -238,17 +238,24 @@ class Target:
         features = torch.stack([seen[tap] for tap in self.taps], 2) if self.taps else None
         return final, features
 
-    def _check_head(self) -> None:
-        """The stored-features path must score as the model itself does (scaled or capped logits would differ)."""
-        tokens = torch.tensor([[1, 2]], device=self.device) % self.vocab_size
-        with torch.inference_mode(), self.stock() as model:
-            expected = model(input_ids=tokens, use_cache=False).logits
-            final = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            if not torch.allclose(self.head(final), expected, rtol=1e-3, atol=1e-3):
-                raise UserError(
-                    f"target {self.name}: its logits are not its output matrix times its final state (scaling or "
-                    "soft-capping), which this version cannot decode exactly"
-                )
+    def _check_exact(self) -> None:
+        """Our attention, masks and stored states must score as the model itself does; raises UserError if they do not.
+
+        This is what catches scaled or capped logits, attention sinks, unusual positions: whatever we do not know about.
+        """
+        text = [1 % self.vocab_size, 2 % self.vocab_size, 3 % self.vocab_size]
+        with torch.inference_mode():
+            with self.stock() as model:
+                expected = model(input_ids=torch.tensor([text], device=self.device), use_cache=False).logits[0]
+            start = self.start([text[:1]], 2).logits[0]
+            tree = torch.tensor([text[1:]], device=self.device)
+            found = torch.cat([start, self.read(TokenTree.chain(tree)).logits[0]])
+        loose = self.model.dtype in (torch.bfloat16, torch.float16)
+        if not torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=0.5 if loose else 1e-3):
+            raise UserError(
+                f"target {self.name} ({type(self.model).__name__}): read in pieces it scores differently from read "
+                "whole (scaled or soft-capped logits, or an unknown kind of attention): decoding would not be exact"
+            )
 
 
 def _recorder(seen: dict[Tap, Tensor], tap: Tap) -> Any:
@@ -273,4 +280,10 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         raise UserError(
             f"{type(model).__name__} has {', '.join(sorted(kinds - {'full_attention'}))} layers: their cache cannot "
             "be rolled back, so speculative decoding with it would not be exact"
+        )
+    settings = config.to_dict()
+    if settings.get("sliding_window") and settings.get("use_sliding_window", True):
+        raise UserError(
+            f"{type(model).__name__} has a sliding window of {settings['sliding_window']} tokens: its cache cannot be "
+            "rolled back, so speculative decoding with it would not be exact"
         )

@@ -70,6 +70,7 @@ class EagleShape:
 def shape_for(config: EagleConfig, target: Target) -> EagleShape:
     """The drafter's shape for a target. Raises UserError for taps or a vocabulary the target does not have."""
     c, count = target.model.config, target.layers
+    known = c.to_dict()  # families that are not Llama-shaped leave some of it out
     taps = config.taps if config.taps is not None else [min(2, count - 1), count // 2, max(count - 3, 0)]
     if len(taps) != 3 or not all(0 <= tap < count for tap in taps):
         raise UserError(f"drafter.model.taps must be three numbers from 0 to {count - 1}, got {taps}")
@@ -79,16 +80,16 @@ def shape_for(config: EagleConfig, target: Target) -> EagleShape:
         )
     return EagleShape(
         hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
+        intermediate_size=known.get("intermediate_size") or 4 * c.hidden_size,
         heads=c.num_attention_heads,
-        kv_heads=c.num_key_value_heads,
+        kv_heads=known.get("num_key_value_heads") or c.num_attention_heads,
         head_dim=target.head_dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
         taps=sorted(taps),
         target_layers=count,
         rope_theta=target.rope_theta,
-        rms_norm_eps=c.rms_norm_eps,
+        rms_norm_eps=known.get("rms_norm_eps") or 1e-5,
         max_positions=target.window,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,

@@ -1,8 +1,18 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specdec import Sampling, UserError
-from specdec.sampling import draw
+from specdec.sampling import Coupled, draw, seen_on_paths
+from specdec.tree import TokenTree
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, -1.0, 3.0]])
 
@@ -38,3 +48,54 @@ def test_draw_has_the_distribution_and_never_a_zero(generator):
     expected = probs.double() * count
     chi2 = ((counts - expected)[[0, 2, 4]] ** 2 / expected[[0, 2, 4]]).sum()
     assert chi2 < 13.8  # 2 degrees of freedom, p = 0.001
+
+
+@given(
+    st.floats(0.2, 2.0),
+    st.integers(0, 12),
+    st.floats(0.1, 1.0),
+    st.floats(0.0, 0.5),
+    st.floats(0.5, 2.0),
+    st.integers(0, 1000),
+)
+def test_processors_equal_those_of_transformers(temperature, top_k, top_p, min_p, penalty, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 12, generator=generator, dtype=torch.float64) * 2
+    ids = torch.randint(0, 12, (2, 5), generator=generator)
+    seen = torch.zeros(2, 12, dtype=torch.bool).scatter_(1, ids, True)
+    ours = Sampling(temperature, top_k, top_p, min_p, penalty).probs(logits, seen)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    theirs = TemperatureLogitsWarper(temperature)(ids, theirs)
+    if top_k:
+        theirs = TopKLogitsWarper(top_k)(ids, theirs)
+    if top_p < 1:
+        theirs = TopPLogitsWarper(top_p)(ids, theirs)
+    if min_p > 0:
+        theirs = MinPLogitsWarper(min_p)(ids, theirs)
+    assert torch.allclose(ours, theirs.softmax(-1), atol=1e-9)
+
+
+def test_history_is_the_text_and_the_nodes_own_ancestors():
+    tokens, lengths = torch.tensor([[1, 2, 9]]), torch.tensor([2])
+    tree = TokenTree(torch.tensor([[2, 3, 4, 5]]), torch.tensor([[-1, 0, 0, 1]]))
+    seen = seen_on_paths(tokens, lengths, tree, 10)[0]
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5]]
+
+
+def test_coupled_coins_depend_on_seed_row_and_position_only():
+    whole, part = Coupled(3, 3), Coupled(3, 3)
+    part.select(torch.tensor([2]))
+    positions = torch.tensor([5, 5, 5])
+    flips = whole.flip(positions)
+    assert len(set(flips.tolist())) == 3
+    assert part.flip(positions[:1]).item() == flips[2]
+    assert whole.flip(positions).tolist() == flips.tolist()
+    assert Coupled(4, 3).flip(positions).tolist() != flips.tolist()
+
+
+def test_coupled_coins_are_uniform():
+    coins = Coupled(0, 200)
+    values = torch.cat([coins.flip(torch.full((200,), p)) for p in range(200)])
+    counts = torch.histc(values, 20, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 43.8  # 19 degrees of freedom, p = 0.001
+    assert abs(float(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1])) < 0.02
