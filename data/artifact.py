@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,17 +27,12 @@ PACKAGES = ("headstart", "torch", "transformers", "datasets", "safetensors", "nu
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's folder. finished: nothing is left to do. begun: an earlier run left whole pieces to continue from."""
+    """One stage's folder. finished: nothing is left to do; otherwise whole pieces of an earlier run may be there."""
 
     folder: Path
     kind: str
     plan: dict[str, Any]
     finished: bool
-    begun: bool
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.plan)
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -47,7 +43,7 @@ class Stage:
         """Write the manifest: from now on the stage is finished."""
         record = {
             "kind": self.kind,
-            "fingerprint": self.fingerprint,
+            "fingerprint": fingerprint(self.plan),
             **self.plan,
             "counts": dict(counts),
             "versions": versions(),
@@ -65,26 +61,47 @@ def open_stage(folder: Path, kind: str, config: Mapping[str, Any], inputs: Mappi
 
     Raises UserError when the folder holds the same stage made with other settings or from other inputs.
     """
-    plan = json.loads(json.dumps({"config": dict(config), "inputs": dict(inputs)}, default=str))
-    path = folder / PLAN
-    if path.is_file():
-        before = json.loads(path.read_text())
-        if before != plan:
-            raise UserError(
-                f"{folder} was made with {_difference(before, plan, kind)}. Use another out=FOLDER, or redo=[{kind}] "
-                "to make this stage and those after it again"
-            )
-        return Stage(folder, kind, plan, (folder / MANIFEST).is_file(), begun=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(plan, indent=2) + "\n")
-    return Stage(folder, kind, plan, finished=False, begun=False)
+    plan = plan_of(config, inputs)
+    before = _read_plan(folder)
+    if before is not None and before != plan and not _empty(folder):
+        raise UserError(
+            f"{folder} was made with {_difference(before, plan, kind)}. Use another out=FOLDER, or redo=[{kind}] "
+            "to make this stage and those after it again"
+        )
+    if before != plan:
+        if before is None and folder.exists():
+            forget(folder)  # what lies here without a plan is of no known settings
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / PLAN, json.dumps(plan, indent=2) + "\n")
+    return Stage(folder, kind, plan, (folder / MANIFEST).is_file())
+
+
+def stale(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> bool:
+    """Whether making this stage again means removing what is there: it is finished, or of other settings."""
+    before = _read_plan(folder)
+    return before is not None and (before != plan_of(config, inputs) or (folder / MANIFEST).is_file())
 
 
 def forget(folder: Path) -> None:
-    """Remove a stage's folder, plan first: a removal that is interrupted leaves nothing that looks whole."""
-    for name in (MANIFEST, PLAN):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a stage's folder. It is renamed first: a removal that is interrupted leaves nothing that looks whole."""
+    if folder.exists():
+        trash = Path(tempfile.mkdtemp(prefix=f".{folder.name}.trash-", dir=folder.parent))
+        folder.rename(trash / folder.name)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def plan_of(config: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """What a stage is made from, as plan.json holds it; its fingerprint() identifies the result."""
+    return json.loads(json.dumps({"config": dict(config), "inputs": dict(inputs)}, default=str))
+
+
+def _read_plan(folder: Path) -> dict[str, Any] | None:
+    path = folder / PLAN
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _empty(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= {PLAN}
 
 
 def write_text(path: Path, text: str) -> None:

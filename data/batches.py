@@ -26,6 +26,8 @@ class Batch:
     loss_mask: Tensor
     documents: Tensor
     features: Tensor
+    number: int = 0
+    """Its place in the whole run: what a step draws is drawn from it, so that a resumed run draws the same."""
 
 
 def epoch_order(texts: list[Text], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -40,7 +42,7 @@ def epoch_order(texts: list[Text], batch_size: int, seed: int, epoch: int) -> li
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def collate(texts: list[Text], target: Target, taps: tuple[Tap, ...], supervise_prompt: bool) -> Batch:
+def collate(texts: list[Text], target: Target, taps: tuple[Tap, ...], supervise_prompt: bool, number: int = 0) -> Batch:
     """One batch; features come from the texts, or from the target where they were not kept."""
     length = max(len(text.tokens) for text in texts)
     shape = (len(texts), length)
@@ -61,7 +63,7 @@ def collate(texts: list[Text], target: Target, taps: tuple[Tap, ...], supervise_
         features = features.to(device, target.model.dtype)
     else:
         features = target.features(tokens.to(device), taps)
-    return Batch(tokens.to(device), mask.to(device), documents.to(device), features.clone())
+    return Batch(tokens.to(device), mask.to(device), documents.to(device), features.clone(), number)
 
 
 def batches(
@@ -79,5 +81,5 @@ def batches(
     while True:
         epoch, first = divmod(number, per_epoch)
         for indices in epoch_order(texts, batch_size, seed, epoch)[first:]:
-            yield collate([texts[i] for i in indices], target, taps, supervise_prompt)
+            yield collate([texts[i] for i in indices], target, taps, supervise_prompt, number)
             number += 1

@@ -46,8 +46,10 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if not self.temperatures:
             raise UserError("distill.temperatures is empty; [0.0] makes one greedy answer per prompt")
-        if self.batch_size < 1:
-            raise UserError(f"distill.batch_size must be 1 or more, got {self.batch_size}")
+        if min(self.temperatures) < 0:
+            raise UserError(f"distill.temperatures must be 0 (greedy) or more, got {self.temperatures}")
+        if self.batch_size < 1 or self.max_new_tokens < 1:
+            raise UserError("distill.batch_size and distill.max_new_tokens must be 1 or more")
 
 
 @dataclass(frozen=True)

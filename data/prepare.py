@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class DataConfig:
     heldout: int = 30
     """Rows of `path` to hold out."""
     limit: int | None = None
-    """Use at most this many training prompts."""
+    """Use at most this many training prompts of each domain."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out, and counted."""
 
@@ -35,6 +36,12 @@ class DataConfig:
             raise UserError(f"data.domains is empty; bundled domains: {', '.join(bundled_domains())}")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"data.limit must be 1 or more, got {self.limit}")
+        if self.heldout < 1 or self.max_prompt_tokens < 1:
+            raise UserError("data.heldout and data.max_prompt_tokens must be 1 or more")
+        if self.path is None and self.heldout_path is not None:
+            raise UserError("data.heldout_path needs data.path: bundled domains have held-out prompts of their own")
+        if self.path is not None and len(self.domains) > 1:
+            raise UserError(f"data.domains: with data.path it names that file's one domain, got {self.domains}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,14 @@ def load_prompts(config: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
             train, heldout = split_heldout(train, config.heldout)
         heldout = heldout + [prompt for prompt in transfer if prompt.domain not in {p.domain for p in heldout}]
     if config.limit is not None:
-        train = train[: config.limit]
+        domains = dict.fromkeys(prompt.domain for prompt in train)
+        train = [p for d in domains for p in [q for q in train if q.domain == d][: config.limit]]
+    counts = Counter(prompt.id for prompt in [*train, *heldout])
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise UserError(
+            f"prompt id '{repeated[0]}' is there {counts[repeated[0]]} times; ids must differ, or be left out"
+        )
     return train, heldout
 
 

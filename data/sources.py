@@ -92,7 +92,10 @@ def _row(line: str, where: str, fallback_id: str, domain: str) -> Prompt:
         messages = [{"role": "user", "content": row["prompt"]}]
     else:
         raise UserError(f"{where}: needs 'messages' (a list of turns) or 'prompt' (text); it has {sorted(row)}")
-    return Prompt(str(row.get("id", fallback_id)), str(row.get("domain", domain)), messages)
+    name, own_domain = row.get("id"), row.get("domain")
+    return Prompt(
+        fallback_id if name is None else str(name), domain if own_domain is None else str(own_domain), messages
+    )
 
 
 def _messages(turns: Any, where: str) -> list[dict[str, str]]:

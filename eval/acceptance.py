@@ -32,9 +32,9 @@ def acceptance(rounds: Sequence[Round]) -> Acceptance:
     """Figures over any number of rounds; NaN where there is none."""
     count = len(rounds)
     proposed = sum(r.proposed for r in rounds)
-    depth = max((r.proposed for r in rounds), default=0)
-    # A stop inside the accepted run ends the round there: later positions were not reached.
-    reached = [sum(r.accepted >= k and r.emitted > k for r in rounds) for k in range(depth)]
+    depth = max((r.depth for r in rounds), default=0)
+    # A stop inside the accepted run ends the round there, and near a limit less is proposed: not reached either way.
+    reached = [sum(r.accepted >= k and r.emitted > k and r.depth > k for r in rounds) for k in range(depth)]
     passed = [sum(r.accepted > k for r in rounds) for k in range(depth)]
     return Acceptance(
         rounds=count,

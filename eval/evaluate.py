@@ -13,7 +13,7 @@ from typing import Any
 
 from data.artifact import write_text
 from data.prepare import Row
-from eval.lossless import first_difference
+from eval.lossless import divergence
 from eval.speed import timed
 from specdec.drafter import Drafter
 from specdec.errors import UserError
@@ -39,6 +39,8 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.own is not None and self.own < 1:
             raise UserError(f"eval.own must be 1 or more, or null for all, got {self.own}")
+        if self.max_new_tokens < 2 or (self.transfer is not None and self.transfer < 0):
+            raise UserError("eval.max_new_tokens must be 2 or more and eval.transfer 0 or more, or null for all")
 
 
 def choose(rows: list[Row], own_domains: list[str], config: EvalConfig) -> list[Row]:
@@ -51,6 +53,8 @@ def choose(rows: list[Row], own_domains: list[str], config: EvalConfig) -> list[
             chosen += members
         else:
             chosen += [members[i * len(members) // count] for i in range(count)]
+    if not chosen:
+        raise UserError(f"eval: there are no held-out prompts of {', '.join(own_domains)}, and eval.transfer is 0")
     return chosen
 
 
@@ -69,8 +73,9 @@ def evaluate(
         record = known.get(row.id)
         if record is None:
             run = timed(target, drafter, row.prompt, limits, number)
-            plain = first_difference(run.tokens["drafter"], run.tokens["plain"])
-            stock = first_difference(run.tokens["drafter"], run.tokens["transformers"])
+            plain = divergence(target, row.prompt, run.tokens["plain"], run.tokens["drafter"])
+            stock = divergence(target, row.prompt, run.tokens["transformers"], run.tokens["drafter"])
+            gaps = [one.gap for one in (plain, stock) if one is not None]
             record = {
                 "id": row.id,
                 "domain": row.domain,
@@ -79,10 +84,10 @@ def evaluate(
                 "finish": run.generation.finish,
                 "identical_to_plain": plain is None,
                 "identical_to_transformers": stock is None,
-                "first_difference": plain if plain is not None else stock,
+                "gap": max(gaps) if gaps else None,
                 "seconds": run.seconds,
                 "answer": run.tokens["drafter"],
-                "rounds": [[r.proposed, r.accepted, r.emitted] for r in run.generation.rounds],
+                "rounds": [[r.proposed, r.accepted, r.emitted, r.depth] for r in run.generation.rounds],
             }
             known[row.id] = record
             write_text(path, "".join(json.dumps(known[r.id]) + "\n" for r in rows if r.id in known))

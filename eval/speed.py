@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import GenerationConfig
 
 from specdec.decode import Generation, generate
 from specdec.drafter import Drafter
@@ -53,18 +54,17 @@ def timed(target: Target, drafter: Drafter, prompt: Sequence[int], limits: Limit
 
 @torch.inference_mode()
 def stock_generate(target: Target, prompt: Sequence[int], limits: Limits) -> list[int]:
-    """transformers' own greedy decoding of the unmodified model."""
+    """transformers' own greedy decoding of the unmodified model, without the penalties its files may ask for."""
     ids = torch.tensor([list(prompt)], device=target.device)
     stops = list(limits.stop_tokens) or None
+    plain = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0] if stops else 0, do_sample=False)
     with target.stock() as model:
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=min(limits.max_new_tokens, target.window - len(prompt)),
-            do_sample=False,
-            eos_token_id=stops,
-            pad_token_id=stops[0] if stops else 0,
-        )
+        held, model.generation_config = model.generation_config, plain
+        try:
+            room = min(limits.max_new_tokens, target.window - len(prompt))
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room)
+        finally:
+            model.generation_config = held
     return out[0, len(prompt) :].tolist()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling import Coins, pick
-from specdec.tree import PAD, Paths, TokenTree
+from specdec.tree import Paths, TokenTree
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ def lossless(tree: TokenTree, target_probs: Tensor, positions: Tensor, coins: Co
     sibling by sibling where nodes have several children."""
     if tree.draft_probs is None:
         return target_walk(tree, target_probs, positions, coins)
-    branches = tree.parents >= torch.arange(-1, tree.nodes - 1, device=tree.parents.device)
-    chain = bool((branches | (tree.parents == PAD)).all())
-    return (block if chain else siblings)(tree, target_probs, positions, coins)
+    return (siblings if tree.branching else block)(tree, target_probs, positions, coins)
 
 
 def target_walk(tree: TokenTree, target_probs: Tensor, positions: Tensor, coins: Coins) -> Verdict:

@@ -24,14 +24,16 @@ from specdec.tree import PAD, TokenTree
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one row. proposed and accepted count draft tokens; emitted includes the target's own token.
+    """One round of one row. proposed counts draft nodes, depth the longest path of them; accepted and emitted count
+    what is emitted, the target's own token in the latter.
 
-    Tokens past a stop or the limit are in none of them. draft_seconds and read_seconds are the whole batch's.
+    Tokens past a stop or the limit are in neither. draft_seconds and read_seconds are the whole batch's.
     """
 
     proposed: int
     accepted: int
     emitted: int
+    depth: int
     draft_seconds: float = field(default=0.0, compare=False)
     read_seconds: float = field(default=0.0, compare=False)
 
@@ -147,6 +149,7 @@ class _Batch:
         self.limits, self.keep_features = limits, keep_features
         room = min(limits.max_new_tokens, target.window) + drafter.nodes
         reading = target.start(prompts, room, drafter.taps)
+        self.session = target.session
         self.logits = reading.logits
         self.rows = list(range(len(prompts)))
         self.stoppers = [
@@ -171,6 +174,8 @@ class _Batch:
 
     def round(self, rule: AcceptanceRule, drafting: torch.Generator | None) -> list[Step]:
         """Propose, read, accept, keep."""
+        if self.target.session is not self.session:
+            raise UserError("this stream's target began to decode something else; finish one before the next")
         begun = time.perf_counter()
         context = Context(self.tokens, self.lengths, self.features, self.counts)
         tree = self._clip(self.drafter.propose(context, self.sampling, drafting))
@@ -183,7 +188,7 @@ class _Batch:
             rows = torch.arange(len(self.rows), device=self.target.device)[:, None]
             self.features = reading.features[rows, verdict.paths.nodes]
         self._store()
-        proposed = (tree.parents >= 0).sum(-1).tolist()
+        proposed = torch.stack([(tree.parents >= 0).sum(-1), tree.depths().amax(-1)], 1).tolist()
         run, lengths = _run(tree, verdict)
         return self._emit(run, lengths, proposed, drafted - begun, time.perf_counter() - drafted)
 
@@ -206,15 +211,15 @@ class _Batch:
         if min(room) >= tree.nodes - 1:
             return tree
         deep = tree.depths() > torch.tensor(room, device=tree.tokens.device)[:, None]
-        return TokenTree(tree.tokens, tree.parents.masked_fill(deep, PAD), tree.draft_probs)
+        return TokenTree(tree.tokens, tree.parents.masked_fill(deep, PAD), tree.draft_probs, tree.branching)
 
     def _store(self) -> None:
         if self.keep_features and self.features is not None:
-            for index, row in enumerate(self.rows):
-                self.kept[row].append(self.features[index, : int(self.counts[index])].clone())
+            for index, (row, count) in enumerate(zip(self.rows, self.counts.tolist(), strict=True)):
+                self.kept[row].append(self.features[index, :count].clone())
 
     def _emit(
-        self, run: Tensor, counts: Tensor, proposed: list[int] | None, draft: float = 0.0, read: float = 0.0
+        self, run: Tensor, counts: Tensor, proposed: list[list[int]] | None, draft: float = 0.0, read: float = 0.0
     ) -> list[Step]:
         """Append each row's run, cut where it ends, and drop the rows that ended."""
         at = self.lengths[:, None] + torch.arange(run.shape[1], device=run.device)
@@ -227,7 +232,8 @@ class _Batch:
             taken = stopper.take(new[:count])
             record = None
             if proposed is not None:
-                record = Round(proposed[index], min(count - 1, len(taken)), len(taken), draft, read)
+                nodes, depth = proposed[index]
+                record = Round(nodes, min(count - 1, len(taken)), len(taken), depth, draft, read)
             features = None
             if not stopper.finish:
                 going.append(index)

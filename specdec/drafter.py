@@ -85,8 +85,8 @@ def save_drafter(drafter: nn.Module, kind: str, config: dict[str, Any], folder: 
     (folder / CONFIG).write_text(json.dumps({"kind": kind, **config}, indent=2) + "\n")
 
 
-def open_drafter(folder: str | Path, target: Target) -> Any:
-    """Open a folder that save_drafter wrote, on the target's device and dtype.
+def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Any:
+    """Open a folder that save_drafter wrote, on the target's device and in its dtype unless another is given.
 
     Raises UserError when it is not such a folder or was made for another target.
     """
@@ -94,7 +94,12 @@ def open_drafter(folder: str | Path, target: Target) -> Any:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder} is not a drafter folder: it has no {name}")
-    config = json.loads((folder / CONFIG).read_text())
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG} is not JSON: {error}") from error
+    if "kind" not in config:
+        raise UserError(f"{folder / CONFIG} names no drafter kind: it is not a folder that training saved")
     module = drafter_module(config.pop("kind"))
     drafter = module.from_config(config, target)
     state = load_file(folder / WEIGHTS)
@@ -104,4 +109,4 @@ def open_drafter(folder: str | Path, target: Target) -> Any:
         wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise UserError(f"{folder / WEIGHTS}: tensor '{wrong}' is missing, unknown or of another shape")
     drafter.load_state_dict(state)
-    return drafter.to(device=target.device, dtype=target.model.dtype).eval()
+    return drafter.to(device=target.device, dtype=dtype or target.model.dtype).eval()

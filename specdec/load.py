@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specdec.errors import UserError
@@ -44,13 +44,16 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
             f"target.source: cannot load '{config.source}': {first} "
             "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
         ) from error
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Target(model.to(device), tokenizer, config.name)
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"target.device: cannot use '{device}': {str(error).splitlines()[0]}") from error
+    return Target(model, tokenizer, config.name)

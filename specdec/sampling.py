@@ -66,7 +66,7 @@ class Sampling:
         if self.needs_history:
             if seen is None:
                 raise ValueError("a repetition penalty needs the tokens seen so far")
-            logits = self.penalise(logits, seen)
+            logits = self.penalise(logits.to(torch.promote_types(logits.dtype, torch.float32)), seen)
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
             return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
@@ -117,7 +117,7 @@ class Stream:
         self.generator = generator
 
     def flip(self, positions: Tensor) -> Tensor:
-        return torch.rand(positions.shape, dtype=torch.float64, device=positions.device, generator=self.generator)
+        return uniform(positions.shape, positions.device, self.generator)
 
     def select(self, rows: Tensor) -> None:
         """The next coins go to whatever rows are left."""
@@ -127,7 +127,7 @@ class Coupled:
     """Coins tied to (seed, row, position): the same token is drawn there whatever was proposed.
 
     With a rule that draws from the target's own distribution (the target walk) the text is then exactly that of plain
-    decoding with the same seed, for every drafter, and does not depend on the batch a row is in (algorithms §1.8).
+    decoding with the same seed, for every drafter (algorithms §1.8). A row is its index among the prompts.
     """
 
     def __init__(self, seed: int, rows: int) -> None:
@@ -171,5 +171,10 @@ def pick(probs: Tensor, coins: Tensor) -> Tensor:
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """One token per row with coins from a generator: probs [..., V] -> ids [...]."""
-    shape = probs.shape[:-1]
-    return pick(probs, torch.rand(shape, dtype=torch.float64, device=probs.device, generator=generator))
+    return pick(probs, uniform(probs.shape[:-1], probs.device, generator))
+
+
+def uniform(shape: torch.Size, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Coins in [0, 1), fp64, drawn where the generator lives and brought to `device`."""
+    source = device if generator is None else generator.device
+    return torch.rand(shape, dtype=torch.float64, device=source, generator=generator).to(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.drafter import Context
 from specdec.errors import UserError, nearest
-from specdec.sampling import Sampling, draw, seen_on_paths
+from specdec.sampling import Sampling, draw, seen_on_paths, uniform
 from specdec.tree import PAD, ROOT, TokenTree
 
 KINDS = ("chain", "static", "dynamic")
@@ -31,7 +31,8 @@ class TreeConfig:
     depth: int = 5
     """Longest path, in draft tokens."""
     draw: bool = False
-    """Chains and static trees: when sampling, draw from the drafter's distribution instead of taking the likeliest."""
+    """Chains and static trees: when sampling with a generator, draw from the drafter's distribution instead of taking
+    the likeliest."""
     paths: list[list[int]] = field(default_factory=list)
     """Static only: each path a list of ranks (0: the likeliest child), e.g. [[0], [1], [0, 0]]."""
     width: int = 8
@@ -201,15 +202,16 @@ def _drawn_tree(
     rows, start, depth = tree.tokens.shape[0], 0, 1
     laws: list[Tensor] = []
     while True:
+        level = [path for path in paths if len(path) == depth]
+        if not level:
+            laws.append(laws[0].new_zeros(rows, tree.nodes - start, vocab_size))  # leaves have no children
+            return TokenTree(tree.tokens, tree.parents, torch.cat(laws, 1), branching=True)
         own = unpenalised.probs(scores(tree, start))
         law = own.new_zeros(*own.shape[:2], vocab_size)
         law = law.index_copy_(2, torch.arange(own.shape[2], device=own.device) if ids is None else ids, own)
         laws.append(law)
-        level = [path for path in paths if len(path) == depth]
-        if not level:
-            return TokenTree(tree.tokens, tree.parents, torch.cat(laws, 1))
         width = max(path[-1] for path in level) + 1
-        noise = torch.rand(law.shape, dtype=torch.float64, device=law.device, generator=generator)
+        noise = uniform(law.shape, law.device, generator)
         keys = law.double().log() - (-noise.clamp(min=1e-300).log()).log()
         top = keys.topk(width, -1)
         at = torch.tensor([index[path[:-1]] - start for path in level], device=law.device)

@@ -67,7 +67,7 @@ def _in_package(source: str) -> Path:
 
 
 def _from_gguf(path: Path, cache: Path, say: Callable[[str], None]) -> str:
-    """Dequantise once. The folder is named after the file's content and appears whole or not at all."""
+    """Dequantise once. The folder is named after the file's size, head and tail; it appears whole or not at all."""
     stat = path.stat()
     digest = hashlib.sha256(f"{path.name}:{stat.st_size}".encode())
     with path.open("rb") as file:
@@ -82,7 +82,11 @@ def _from_gguf(path: Path, cache: Path, say: Callable[[str], None]) -> str:
     working = Path(tempfile.mkdtemp(prefix=".gguf-", dir=cache))
     try:
         _convert(path, working)
-        os.replace(working, folder)
+        try:
+            os.replace(working, folder)
+        except OSError:  # another run was faster; its folder is as good
+            if not (folder / "config.json").is_file():
+                raise
     finally:
         shutil.rmtree(working, ignore_errors=True)
     return str(folder)

@@ -45,6 +45,8 @@ class Target:
         self.name = name
         self.taps: tuple[Tap, ...] = ()
         self.lengths = torch.zeros(0, dtype=torch.long)
+        self.session = object()
+        """Another one after each start(): a stream that is continued after another began can tell."""
         self._plan = Plan(0, 0)
         self._cache = slot_cache(self._plan, 0)
         self._longest = 0
@@ -142,6 +144,8 @@ class Target:
         right-padded. Raises UserError where a prompt is empty or does not fit the window.
         """
         sizes = [len(prompt) for prompt in prompts]
+        if not sizes:
+            raise UserError("there are no prompts to decode")
         if min(sizes) == 0:
             raise UserError(f"prompt {sizes.index(0)} is empty: there is no token to start from")
         if max(sizes) >= self.window:
@@ -149,6 +153,7 @@ class Target:
                 f"prompt {sizes.index(max(sizes))} has {max(sizes)} tokens; the target's window is {self.window}"
             )
         self.taps = taps
+        self.session = object()
         self.lengths = torch.tensor(sizes, device=self.device)
         self._longest = max(sizes)
         capacity = -(-(max(sizes) + room) // BUCKET) * BUCKET
@@ -174,7 +179,8 @@ class Target:
             raise ValueError(f"{count} nodes after {self._longest} positions exceed {self._plan.capacity} slots")
         visible = min(-(-(self._longest + count) // BUCKET) * BUCKET, self._plan.capacity)
         slots = self.lengths[:, None] + torch.arange(start, count, device=self.device)
-        positions = self.lengths[:, None] + trees.depths()
+        # A guess past the window is never kept; learned positions end there.
+        positions = (self.lengths[:, None] + trees.depths()).clamp(max=self.window - 1)
         mask = trees.visible(self.lengths, visible, start)
         self._plan.slots, self._plan.visible = slots, visible
         final, features = self._forward(trees.tokens[:, start:], positions[:, start:], mask[:, None])

@@ -23,11 +23,14 @@ class TokenTree:
     parents: [B, N]; column 0 is ROOT, PAD marks unused nodes, otherwise ``parents[b, n] < n``.
     draft_probs: [B, N, V] or None; row n is the distribution the children of node n were drawn from. None
         says that no chance was involved in choosing the nodes.
+    branching: with draft_probs, that nodes may have several children, drawn without replacement. A matter of how the
+        tree was grown, never of what was drawn: the rule that verifies it must not depend on that.
     """
 
     tokens: Tensor
     parents: Tensor
     draft_probs: Tensor | None = None
+    branching: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:

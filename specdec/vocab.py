@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from specdec.errors import UserError
+
 
 def choose_vocab(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     """The `size` most frequent ids, sorted: counts [V] -> [min(size, V)].
@@ -20,12 +22,7 @@ def choose_vocab(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     """
     required = torch.tensor(sorted(set(always)), dtype=torch.long)
     if len(required) > size:
-        raise ValueError(f"{len(required)} required tokens do not fit a draft vocabulary of {size}")
+        raise UserError(f"draft_vocab_size {size} is too small: {len(required)} special tokens must be in it")
     weight = counts.double().clone()
     weight[required] = torch.inf
     return weight.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-def coverage(counts: Tensor, ids: Tensor) -> float:
-    """Share of the counted tokens that the draft vocabulary holds."""
-    return float(counts[ids].sum() / counts.sum().clamp(min=1))

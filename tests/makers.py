@@ -15,6 +15,7 @@ TREES = {
     "chain": TreeConfig(depth=4),
     "drawn": TreeConfig(depth=3, draw=True),
     "static": TreeConfig(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
+    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [1], [0, 0], [0, 0, 0], [0, 0, 1], [1, 0]]),
     "dynamic": TreeConfig(kind="dynamic", depth=3, width=3, nodes=9),
 }
 
@@ -29,7 +30,9 @@ def eagle(target, tree, seed=0):
 
 def draft_model(target, tree, seed=0):
     """A random model of its own, with a vocabulary padded to another size."""
-    model = tiny_model(seed + 7, num_hidden_layers=2, vocab_size=target.vocab_size + 8).to(target.model.dtype)
+    window = target.window - 4  # outgrown before the target is
+    changes = {"num_hidden_layers": 2, "vocab_size": target.vocab_size + 8, "max_position_embeddings": window}
+    model = tiny_model(seed + 7, **changes).to(target.model.dtype)
     return DraftModel(Target(model, tiny_tokenizer() if target.tokenizer else None, "draft"), target, tree)
 
 

@@ -44,7 +44,7 @@ def test_specdec_is_light():
 
 
 def test_only_config_files_see_omegaconf():
-    allowed = {"train/config.py", "train/__main__.py", "train/pipeline.py", "eval/__main__.py"}
+    allowed = {"train/config.py", "train/__main__.py", "eval/__main__.py"}
     seen = {str(p.relative_to(ROOT)) for p in FILES if "omegaconf" in imports(p)}
     assert seen <= allowed
 
@@ -62,11 +62,13 @@ def test_time_shifts_live_in_align():
 
 
 def test_house_rules():
-    banned = re.compile(r"hasattr\(|except:|strict=False\)|weights_only=False|trust_remote_code=True|pickle")
+    banned = re.compile(
+        r"hasattr\(|except:|load_state_dict\(.*strict=False|weights_only=False|trust_remote_code=True|pickle"
+    )
     found = []
     for path in FILES:
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if banned.search(line) and "zip(" not in line and "no pickle" not in line:
+            if banned.search(line) and "no pickle" not in line:
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not found
 

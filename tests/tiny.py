@@ -79,7 +79,7 @@ SMALL: dict[str, Any] = {
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gpt2")
 
 
-def family_model(family: str, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+def family_model(family: str, seed: int, attention: str = "sdpa", positions: int = 256) -> PreTrainedModel:
     """A random fp64 model of one of six architectures."""
     torch.manual_seed(seed)
     shared = {**SMALL, "attn_implementation": attention}
@@ -94,7 +94,7 @@ def family_model(family: str, seed: int, attention: str = "sdpa") -> PreTrainedM
     elif family == "gpt_neox":
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**shared))
     else:
-        names = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": VOCAB}
+        names = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": positions, "vocab_size": VOCAB}
         ends = {"eos_token_id": EOS, "bos_token_id": 2, "pad_token_id": EOS, "initializer_range": 0.3}
         model = GPT2LMHeadModel(GPT2Config(**names, **ends, attn_implementation=attention))
     return model.double().eval()

@@ -8,56 +8,50 @@ import sys
 import warnings
 from typing import Any
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from specdec.errors import UserError
-from train.config import CONF, explain, flat_keys, read
-
-
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def run(node: DictConfig) -> None:
-    try:
-        config = read(node)
-        from train.pipeline import run_pipeline  # the heavy part, after the configuration is known to be right
-
-        run_pipeline(config)
-    except UserError as error:  # here and not in main(): Hydra would print its own lines around it
-        _fail(str(error))
-
 
 def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand us the exception instead of printing it over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts us with it ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run()
-    except (HydraException, OmegaConfBaseException) as error:
-        _fail(explain(error, _known_keys()))
+        _main()
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on from here", file=sys.stderr)
         sys.exit(130)
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _main() -> None:
+    # Imported here, where an interrupt is caught: torch and transformers take seconds.
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
+    from safetensors import SafetensorError
+
+    from specdec.errors import UserError
+    from train.config import CONF, explain, known_keys, read
+    from train.pipeline import run_pipeline
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def run(node: DictConfig) -> None:
+        try:
+            run_pipeline(read(node))
+        except UserError as error:  # here and not outside: Hydra would print its own lines around it
+            _fail(str(error))
+        except (OSError, SafetensorError) as error:
+            _fail(f"{error} (the same command goes on from what is finished)")
+
+    try:
+        run()
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error, known_keys()))
 
 
-def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+def _fail(message: str) -> Any:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(1)
-
-
-def _known_keys() -> list[str]:
-    from hydra import compose
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return flat_keys(OmegaConf.to_container(compose("config"), resolve=False))
 
 
 if __name__ == "__main__":

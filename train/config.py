@@ -1,4 +1,4 @@
-"""From Hydra's tree to frozen dataclasses. With eval/__main__.py the only place that sees OmegaConf.
+"""From Hydra's tree to frozen dataclasses; beside the command line the only place that sees OmegaConf.
 
 The dataclasses live beside the code that reads them; here they are put together and checked before any model loads.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +21,7 @@ from data.prepare import DataConfig
 from eval.evaluate import EvalConfig
 from specdec.drafter import drafter_module
 from specdec.errors import UserError, nearest
+from specdec.export.eagle3 import DTYPES
 from specdec.load import TargetConfig
 from specdec.search import TreeConfig
 from train.log import LogConfig
@@ -26,6 +29,7 @@ from train.loop import FitConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 STAGES = ("prepare", "distill", "fit", "evaluate", "export")
+GROUPS = ("target", "drafter", "data", "distill", "fit", "eval", "export", "log")
 T = TypeVar("T")
 
 
@@ -43,6 +47,35 @@ class ExportConfig:
         for engine in self.engines:
             if engine not in known:
                 raise UserError(f"export.engines: '{engine}' is not one of {', '.join(known)}.{nearest(engine, known)}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"export.dtype: '{self.dtype}' is not one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class TopConfig:
+    """The keys of conf/config.yaml that belong to no group."""
+
+    root: str = "runs"
+    """Where run folders go."""
+    out: str | None = None
+    """This run's folder; null: ROOT/TARGET-DRAFTER-DOMAINS."""
+    seed: int = 0
+    """Of everything that is drawn."""
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    """Stages to run."""
+    redo: list[str] = field(default_factory=list)
+    """Stages to make again, with those that depend on them."""
+
+    def __post_init__(self) -> None:
+        for name, stages in (("stages", self.stages), ("redo", self.redo)):
+            for stage in stages:
+                if stage not in STAGES:
+                    known = ", ".join(STAGES)
+                    raise UserError(f"{name}: '{stage}' is not a stage ({known}).{nearest(stage, STAGES)}")
+        if missing := [stage for stage in self.redo if stage not in self.stages]:
+            raise UserError(f"redo: '{missing[0]}' is not among stages=[{','.join(self.stages)}]")
+        if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
+            raise UserError(f"out: {self.out} is a file; give a folder")
 
 
 @dataclass(frozen=True)
@@ -64,8 +97,8 @@ class RunConfig:
     eval: EvalConfig
     export: ExportConfig
     log: LogConfig
-    plain: dict[str, Any]
-    """The resolved tree, for config.yaml."""
+    text: str
+    """The resolved tree as YAML, for config.yaml."""
 
 
 def build(cls: type[T], node: DictConfig, where: str) -> T:
@@ -73,37 +106,34 @@ def build(cls: type[T], node: DictConfig, where: str) -> T:
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in map(str, node):
         if key not in known:
-            raise UserError(f"unknown config key '{where}.{key}'; known: {', '.join(known)}.{nearest(key, known)}")
+            name = f"{where}.{key}".lstrip(".")
+            raise UserError(f"unknown config key '{name}'; known: {', '.join(known)}.{nearest(key, known)}")
     schema = OmegaConf.structured(cls)
     OmegaConf.set_readonly(schema, False)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        key = f"{where}.{error.full_key!s}" if error.full_key else where
+        key = f"{where}.{error.full_key or ''!s}".strip(".")
         raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
 def read(node: DictConfig) -> RunConfig:
     """The whole configuration. Raises UserError; loads no model."""
     OmegaConf.resolve(node)
+    top = build(TopConfig, OmegaConf.masked_copy(node, [key for key in map(str, node) if key not in GROUPS]), "")
     target = build(TargetConfig, node.target, "target")
     kind = str(node.drafter.kind)
-    module = drafter_module(kind)
+    module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
-    out = node.out or f"{node.root}/{target.name}-{kind}-{'-'.join(data.domains)}"
-    for name in ("stages", "redo"):
-        for stage in node[name]:
-            if stage not in STAGES:
-                raise UserError(f"{name}: '{stage}' is not a stage ({', '.join(STAGES)}).{nearest(stage, STAGES)}")
     return RunConfig(
-        out=Path(out),
-        seed=int(node.seed),
-        stages=list(node.stages),
-        redo=list(node.redo),
+        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{'-'.join(data.domains)}"),
+        seed=top.seed,
+        stages=top.stages,
+        redo=top.redo,
         target=target,
         kind=kind,
         model=build(module.Config, node.drafter.model, "drafter.model"),
-        objective=build(objective_module(kind).Config, node.drafter.objective, "drafter.objective"),
+        objective=build(objective.Config, node.drafter.objective, "drafter.objective"),
         tree=build(TreeConfig, node.drafter.tree, "drafter.tree"),
         data=data,
         distill=build(DistillConfig, node.distill, "distill"),
@@ -111,7 +141,7 @@ def read(node: DictConfig) -> RunConfig:
         eval=build(EvalConfig, node.eval, "eval"),
         export=build(ExportConfig, node.export, "export"),
         log=build(LogConfig, node.log, "log"),
-        plain=OmegaConf.to_container(node, resolve=True),  # type: ignore[arg-type]
+        text=OmegaConf.to_yaml(node),
     )
 
 
@@ -139,3 +169,10 @@ def flat_keys(node: Any, prefix: str = "") -> list[str]:
         prefix.rstrip("."),
         *(k for key, value in node.items() for k in flat_keys(value, f"{prefix}{key}.")),
     ]
+
+
+def known_keys() -> list[str]:
+    """Every key of the default configuration."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return flat_keys(OmegaConf.to_container(compose("config"), resolve=False))

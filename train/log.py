@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data.artifact import write_text
 from specdec.errors import UserError
 
 WANDB = ("off", "offline", "online")
@@ -45,9 +47,13 @@ class Log:
     def rewind(self, stage: str, step: int) -> None:
         """Forget this stage's records from `step` on: they are about to be made again."""
         if self.path.is_file():
-            lines = [json.loads(line) for line in self.path.read_text().splitlines()]
-            kept = [line for line in lines if line["stage"] != stage or line.get("step", 0) <= step]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            kept = []
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a last line that was cut off
+                    entry = json.loads(line)
+                    if entry["stage"] != stage or entry.get("step", 0) <= step:
+                        kept.append(json.dumps(entry) + "\n")
+            write_text(self.path, "".join(kept))
 
     def record(self, stage: str, values: Mapping[str, float], step: int | None = None) -> None:
         entry: dict[str, Any] = {"stage": stage, **({} if step is None else {"step": step}), **values}
@@ -86,5 +92,5 @@ def _start_wandb(config: LogConfig, folder: Path, name: str) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError("log.wandb needs the package: pip install 'headstart[wandb]'") from error
+        raise UserError("log.wandb needs the package: .venv/bin/pip install -e '.[wandb]'") from error
     return wandb.init(project=config.project, name=name, dir=str(folder), mode=config.wandb)

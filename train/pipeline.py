@@ -7,7 +7,6 @@ loaded when the first stage needs it, so a finished run says so at once.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import platform
 import time
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
-from data.artifact import Stage, forget, open_stage, versions, write_text
+from data.artifact import Stage, fingerprint, forget, open_stage, plan_of, stale, versions, write_text
 from data.batches import Batch, batches
 from data.distill import Text, distill, read_texts
 from data.prepare import load_prompts, prepare, read_rows
@@ -37,6 +35,11 @@ from train.config import STAGES, RunConfig, objective_module
 from train.log import Log, bar, say
 from train.loop import fit
 
+DEPENDS: dict[str, tuple[str, ...]] = {"prepare": (), "distill": ("prepare",), "fit": ("distill",)} | {
+    "evaluate": ("fit",),
+    "export": ("fit",),
+}
+
 
 def run_pipeline(config: RunConfig) -> None:
     """Run the stages asked for. Raises UserError; an interrupt leaves every finished piece in place."""
@@ -45,15 +48,12 @@ def run_pipeline(config: RunConfig) -> None:
     locate(config.target.source)
     run = Run(config)
     say(f"run {config.out}")
-    for name in config.redo:
-        for stage in STAGES[STAGES.index(name) :]:
-            forget(config.out / stage)
     try:
         for name in STAGES:
             if name in config.stages:
                 getattr(run, name)()
     finally:
-        run.log.close()
+        run.close()
     say(f"done in {(time.monotonic() - started) / 60:.1f} min; everything is in {config.out}")
 
 
@@ -62,9 +62,16 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        config.out.mkdir(parents=True, exist_ok=True)
-        write_text(config.out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
-        self.log = Log(config.log, config.out, config.out.name)
+
+    @functools.cached_property
+    def log(self) -> Log:
+        """Begun with the first stage that may write here."""
+        write_text(self.config.out / "config.yaml", self.config.text)
+        return Log(self.config.log, self.config.out, self.config.out.name)
+
+    def close(self) -> None:
+        if "log" in vars(self):
+            self.log.close()
 
     @functools.cached_property
     def target(self) -> Target:
@@ -76,16 +83,17 @@ class Run:
     # -- stages ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        stage = self._prepare_stage()
+        stage = self._open("prepare")
         if not self._skip(stage):
             prepare(self.config.data, self.target.tokenizer, self.target.window, stage)
             say(f"prepare   {_counts(stage)}")
 
     def distill(self) -> None:
-        stage = self._distill_stage()
+        rows = read_rows(self._need("prepare").folder, "train")
+        stage = self._open("distill")
         if self._skip(stage):
             return
-        rows = read_rows(self._finished(self._prepare_stage()).folder, "train")
+        self.log.rewind("distill", -1)
         total = len(rows) * len(self.config.distill.temperatures)
         start = time.monotonic()
         with bar("distill", total, "answer") as progress:
@@ -99,15 +107,17 @@ class Run:
         say(f"distill   {_counts(stage)}")
 
     def fit(self) -> None:
-        stage = self._fit_stage()
+        source = self._need("distill").folder
+        stage = self._open("fit")
         if self._skip(stage):
             return
         config, target = self.config, self.target
-        texts = read_texts(self._finished(self._distill_stage()).folder)
+        texts = read_texts(source)
         steps = config.fit.steps(len(texts))
         generator = torch.Generator().manual_seed(config.seed)
         module = drafter_module(config.kind)
         drafter = module.create(config.model, target, _token_counts(texts, target.vocab_size), generator)
+        drafter.tree = config.tree
         objective = objective_module(config.kind).Objective(config.objective, drafter, target)
         torch.set_flush_denormal(True)  # tiny gradients slow a CPU's backward pass twofold
         resume = checkpoint.latest(stage.folder)
@@ -139,16 +149,17 @@ class Run:
         stage.finish({"steps": steps, "texts": len(texts), "parameters": parameters, "checkpoint": path.name})
 
     def evaluate(self) -> None:
-        config, stage = self.config, self._evaluate_stage()
-        own = self._own_domains()
+        config, fitted = self.config, self._need("fit")
+        stage, own = self._open("evaluate"), self._own_domains()
         if not self._skip(stage):
-            rows = choose(read_rows(self._finished(self._prepare_stage()).folder, "heldout"), own, config.eval)
-            drafter, records = self._drafter(), []
+            rows = choose(read_rows(self._need("prepare").folder, "heldout"), own, config.eval)
+            drafter, records = self._drafter(fitted), []
             with bar("evaluate", len(rows), "prompt") as progress:
                 for record in evaluate(self.target, drafter, rows, config.eval, stage.folder):
                     records.append(record)
                     progress.update(1)
-            summary = summarise(records, own)
+            half = self.target.model.dtype in (torch.bfloat16, torch.float16)
+            summary = summarise(records, own, half)
             write_report(stage.folder, summary, f"Headstart: {config.out.name}", self._facts())
             for domain, values in summary["domains"].items():
                 self.log.record(f"evaluate/{domain}", {"tau": values["tau"], "rounds": values["rounds"]})
@@ -158,58 +169,74 @@ class Run:
         say(f"\n{as_text(table(report))}\n\n{verdict(report)}\n")
 
     def export(self) -> None:
-        stage = self._export_stage()
-        commands = stage.folder / "serve.txt"
+        fitted = self._need("fit")
+        stage = self._open("export")
         if not self._skip(stage):
-            drafter, counts = self._drafter(), {}
+            drafter, counts = self._drafter(fitted, torch.float32), {}
             for engine in self.config.export.engines:
                 folder = stage.folder / engine
                 differences = eagle3.export(drafter, self.target, folder, self.config.export.dtype)
                 say(f"export    {folder}: checked, read back, largest difference {max(differences.values()):.0e}")
                 counts[engine] = differences
-                served = eagle3.launch_commands(folder, self.target.model.name_or_path, self.config.tree.longest)
-                write_text(commands, "".join(f"{name}: {command}\n" for name, command in served.items()))
-            stage.finish({"layouts": ", ".join(self.config.export.engines), "read_back_differences": counts})
-        say(f"how to serve it: {commands}")
+            layouts = ", ".join(self.config.export.engines)
+            served = {"path": str(Path(self.target.model.name_or_path).resolve())}
+            if not Path(served["path"]).is_dir():
+                served = {"path": self.target.model.name_or_path}  # a hub id
+            stage.finish({"layouts": layouts, "read_back_differences": counts, "target": served})
+        folder, target = (stage.folder / "eagle3").resolve(), stage.counts["target"]["path"]
+        for engine, command in eagle3.launch_commands(folder, target, self.config.tree.longest).items():
+            say(f"  {engine}: {command}")
 
-    # -- what each stage depends on ----------------------------------------------------------------------------
+    # -- what each stage is made from --------------------------------------------------------------------------
 
-    def _prepare_stage(self) -> Stage:
+    @functools.cached_property
+    def _prompts(self) -> str:
+        """A fingerprint of the prompts themselves."""
+        train, heldout = load_prompts(self.config.data)
+        return fingerprint([vars(prompt) for prompt in (*train, *heldout)])
+
+    def _settings(self, name: str) -> dict[str, Any]:
         config = self.config
-        inputs = {
-            f"data.{key}": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-            for key, path in (("path", config.data.path), ("heldout_path", config.data.heldout_path))
-            if path is not None
-        }
-        if config.data.path is None:
-            prompts = json.dumps([vars(p) for part in load_prompts(config.data) for p in part])
-            inputs["bundled"] = hashlib.sha256(prompts.encode()).hexdigest()[:16]
-        target = {"target": {"source": config.target.source, "dtype": config.target.dtype}}
-        return open_stage(config.out / "prepare", "prepare", {"data": asdict(config.data), **target}, inputs)
+        if name == "prepare":
+            return {
+                "data": asdict(config.data) | {"prompts": self._prompts},
+                "target": {"source": config.target.source, "dtype": config.target.dtype},
+            }
+        if name == "distill":
+            taps = {"drafter.model.taps": asdict(config.model).get("taps")}
+            return {"distill": asdict(config.distill), "drafter.kind": config.kind, "seed": config.seed} | taps
+        if name == "fit":
+            drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
+            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed}
+        if name == "evaluate":
+            return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree)}
+        return {"export": asdict(config.export)}
 
-    def _distill_stage(self) -> Stage:
-        config = self.config
-        settings = {"distill": asdict(config.distill), "drafter.kind": config.kind, "seed": config.seed}
-        settings |= {"drafter.model.taps": getattr(config.model, "taps", None)}
-        inputs = {"prepare": self._prepare_stage().fingerprint}
-        return open_stage(config.out / "distill", "distill", settings, inputs)
+    def _inputs(self, name: str) -> dict[str, str]:
+        return {one: fingerprint(plan_of(self._settings(one), self._inputs(one))) for one in DEPENDS[name]}
 
-    def _fit_stage(self) -> Stage:
-        config = self.config
-        drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
-        settings = {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed}
-        inputs = {"distill": self._distill_stage().fingerprint}
-        return open_stage(config.out / "fit", "fit", settings, inputs)
+    def _folder(self, name: str) -> Path:
+        return self.config.out / name / self.config.eval.name if name == "evaluate" else self.config.out / name
 
-    def _evaluate_stage(self) -> Stage:
-        inputs = {"fit": self._fit_stage().fingerprint}
-        folder = self.config.out / "evaluate" / self.config.eval.name
-        settings = {"eval": asdict(self.config.eval), "drafter.tree": asdict(self.config.tree)}
-        return open_stage(folder, "evaluate", settings, inputs)
+    def _open(self, name: str) -> Stage:
+        """Begin, continue or skip a stage; with redo, what is there goes first, and all that was made from it."""
+        folder, settings, inputs = self._folder(name), self._settings(name), self._inputs(name)
+        if name in self.config.redo and stale(folder, settings, inputs):
+            _ = self.target  # a target that cannot be loaded must not cost what is there
+            forget(folder)
+            for later in STAGES:
+                if name in _ancestors(later):
+                    forget(self.config.out / later)
+        stage = open_stage(folder, name, settings, inputs)
+        _ = self.log
+        return stage
 
-    def _export_stage(self) -> Stage:
-        inputs = {"fit": self._fit_stage().fingerprint}
-        return open_stage(self.config.out / "export", "export", {"export": asdict(self.config.export)}, inputs)
+    def _need(self, name: str) -> Stage:
+        """A stage made before. Raises UserError when it is not finished or of other settings."""
+        folder = self._folder(name)
+        if not (folder / "manifest.json").is_file():
+            raise UserError(f"stage {name} is not finished in {self.config.out}; add it to stages")
+        return open_stage(folder, name, self._settings(name), self._inputs(name))
 
     # -- small parts -------------------------------------------------------------------------------------------
 
@@ -217,20 +244,13 @@ class Run:
         module = drafter_module(self.config.kind)
         return (*module.taps_for(self.config.model, self.target), "final")
 
-    def _drafter(self) -> Any:
-        fitted = self._finished(self._fit_stage())
-        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target)
+    def _drafter(self, fitted: Stage, dtype: torch.dtype | None = None) -> Any:
+        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target, dtype)
         drafter.tree = self.config.tree
         return drafter
 
     def _own_domains(self) -> list[str]:
-        rows = read_rows(self._finished(self._prepare_stage()).folder, "train")
-        return sorted({row.domain for row in rows})
-
-    def _finished(self, stage: Stage) -> Stage:
-        if not stage.finished and not (stage.folder / "manifest.json").is_file():
-            raise UserError(f"stage {stage.kind} is not finished in {self.config.out}; add it to stages")
-        return stage
+        return sorted({row.domain for row in read_rows(self._need("prepare").folder, "train")})
 
     def _skip(self, stage: Stage) -> bool:
         if stage.finished:
@@ -239,7 +259,7 @@ class Run:
 
     def _facts(self) -> dict[str, str]:
         config = self.config
-        distilled, fitted = self._distill_stage().counts, self._fit_stage().counts
+        distilled, fitted = self._need("distill").counts, self._need("fit").counts
         return {
             "target": f"{config.target.name} ({config.target.source}), {config.target.dtype}",
             "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, {_tree(config.tree)}",
@@ -249,6 +269,10 @@ class Run:
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {self.target.device.type}",
             "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         }
+
+
+def _ancestors(name: str) -> set[str]:
+    return {one for parent in DEPENDS[name] for one in (parent, *_ancestors(parent))}
 
 
 def _token_counts(texts: list[Text], vocab_size: int) -> torch.Tensor:

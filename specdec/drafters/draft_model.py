@@ -6,7 +6,6 @@ them, in one pass; guesses are read behind them and forgotten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,19 +19,6 @@ from specdec.target import Tap, Target
 from specdec.tree import PAD, Paths, TokenTree
 
 
-@dataclass(frozen=True)
-class DraftModelConfig:
-    """Which model, and what it proposes."""
-
-    source: str = ""
-    """Hugging Face id or folder, or a GGUF, as target.source."""
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    """What is proposed in a round."""
-
-
-Config = DraftModelConfig
-
-
 class DraftModel:
     """`model` drafts for a target with `vocab_size` tokens.
 
@@ -43,6 +29,8 @@ class DraftModel:
     taps: tuple[Tap, ...] = ()
 
     def __init__(self, model: Target, target: Target, tree: TreeConfig | None = None) -> None:
+        if model is target:
+            raise ValueError("a target that drafts for itself needs a second Target around the model: each has a cache")
         _same_tokenizer(model.tokenizer, target.tokenizer, model.name)
         self.model = model
         self.vocab_size = target.vocab_size
@@ -60,11 +48,13 @@ class DraftModel:
         self._capacity = capacity
 
     def select(self, rows: Tensor) -> None:
-        if not self._fresh:
+        if not self._fresh and len(rows):
             self.model.select(rows)
 
     @torch.inference_mode()
     def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:
+        if int(context.lengths.max()) + self.tree.longest >= self.model.window:
+            return TokenTree.chain(context.pending()[:, None])  # the text has outgrown the draft model
         first = self._catch_up(context)
 
         def expand(tree: TokenTree, start: int) -> Tensor:

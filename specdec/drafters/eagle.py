@@ -155,10 +155,11 @@ class Eagle(nn.Module):
     # -- the network, shared by training and decoding ----------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._embedding[0](tokens)
+        return self._embedding[0](tokens).to(self.fc.weight.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Taps [..., S, D] to the first step's feature [..., D]."""
+        """Taps [..., S, D], in any dtype, to the first step's feature [..., D]."""
+        features = features.to(self.fc.weight.dtype)
         if self.shape.fc_norm:
             parts = [norm(features[..., index, :]) for index, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(parts, -1))

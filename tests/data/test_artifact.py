@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from data.artifact import forget, open_stage, write_by
+from data.artifact import fingerprint, forget, open_stage, stale, write_by
 from specdec import UserError
 
 CONFIG = {"fit": {"lr": 0.1, "steps": 3}}
@@ -10,21 +10,22 @@ CONFIG = {"fit": {"lr": 0.1, "steps": 3}}
 
 def test_a_stage_is_finished_only_with_its_manifest(tmp_path):
     stage = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
-    assert (stage.begun, stage.finished) == (False, False)
+    assert not stage.finished
     again = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
-    assert (again.begun, again.finished) == (True, False)
+    assert not again.finished
     again.finish({"steps": 3})
     done = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
     assert done.finished
     assert done.counts == {"steps": 3}
     manifest = json.loads((tmp_path / "fit/manifest.json").read_text())
-    assert manifest["fingerprint"] == stage.fingerprint
+    assert manifest["fingerprint"] == fingerprint(stage.plan)
     assert "torch" in manifest["versions"]
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_other_settings_stop_and_name_the_key(tmp_path, finished):
     stage = open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "a"})
+    (tmp_path / "fit/step-1").touch()
     if finished:
         stage.finish({})
     with pytest.raises(UserError, match=r"fit\.lr = 0\.1, now 0\.2.*redo=\[fit\]"):
@@ -51,3 +52,25 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         write_by(path, broken)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_plan_with_nothing_made_yet_gives_way(tmp_path):
+    open_stage(tmp_path / "fit", "fit", {"lr": 1}, {})
+    assert not open_stage(tmp_path / "fit", "fit", {"lr": 2}, {}).finished
+
+
+def test_leftovers_without_a_plan_are_not_adopted(tmp_path):
+    (tmp_path / "fit").mkdir()
+    (tmp_path / "fit/step-000004").touch()
+    open_stage(tmp_path / "fit", "fit", CONFIG, {})
+    assert [p.name for p in (tmp_path / "fit").iterdir()] == ["plan.json"]
+
+
+def test_stale_is_finished_or_of_other_settings(tmp_path):
+    folder = tmp_path / "fit"
+    assert not stale(folder, CONFIG, {})
+    stage = open_stage(folder, "fit", CONFIG, {})
+    assert not stale(folder, CONFIG, {})
+    assert stale(folder, {"other": 1}, {})
+    stage.finish({})
+    assert stale(folder, CONFIG, {})

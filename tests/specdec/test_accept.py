@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import Sampling
-from specdec.accept import Typical, Verdict, block, leviathan, siblings, target_walk
+from specdec.accept import Typical, Verdict, block, leviathan, lossless, siblings, target_walk
 from specdec.sampling import Stream, draw, pick
 from specdec.tree import Paths, TokenTree
 
@@ -171,7 +171,7 @@ def sequences(toy, tree, rule, generator):
 
 
 def deviation(toy, tree, rule, seed):
-    """χ² over its degrees of freedom's mean, in standard deviations; -1 if something impossible was emitted."""
+    """χ² over its degrees of freedom's mean, in standard deviations; infinite if something impossible was emitted."""
     generator = torch.Generator().manual_seed(seed)
     code = sequences(toy, tree, rule, generator)
     counts = torch.bincount(code, minlength=V**LENGTH).double()
@@ -331,3 +331,15 @@ def test_typical_acceptance_is_lossy_and_says_so():
     toy = Toy(0)
     assert biased(toy, grown_tree(toy, PATHS), Typical()) > 10 * EXACT
     assert Typical.lossy
+
+
+def test_the_rule_for_drawn_trees_does_not_depend_on_what_was_drawn():
+    """A drawn tree that happens to be a chain, its siblings cut for want of support, is still a drawn tree."""
+    q = torch.zeros(1, 3, V, dtype=torch.float64)
+    q[0, 0, 1] = q[0, 1, 2] = 1.0
+    tree = TokenTree(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 1]]), q, branching=True)
+    p = torch.full((1, 3, V), 1 / 3, dtype=torch.float64)
+    a = walk(tree, p, torch.Generator().manual_seed(0), lossless)
+    b = walk(tree, p, torch.Generator().manual_seed(0), siblings)
+    assert a.paths.nodes.tolist() == b.paths.nodes.tolist()
+    assert a.next_tokens.tolist() == b.next_tokens.tolist()

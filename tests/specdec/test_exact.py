@@ -8,7 +8,7 @@ from makers import TREES, eagle
 from tiny import EOS, FAMILIES, family_model, tiny_model
 
 from eval.speed import stock_generate
-from specdec import Limits, Sampling, Target, TokenTree, generate
+from specdec import Limits, Sampling, Target, TokenTree, UserError, generate, stream
 from specdec.drafters.ngram import Ngram, NgramConfig
 from specdec.drafters.none import Plain
 
@@ -109,3 +109,11 @@ def test_coupled_sampling_does_not_see_the_trees(trees, seed, temperature):
     hints = [p + g.tokens for p, g in zip(prompts, plain, strict=True)]
     out = generate(SHARED, Scripted(trees, hints), prompts, Limits(15, (EOS,)), sampling, seed=seed)
     assert [g.tokens for g in out] == [g.tokens for g in plain]
+
+
+def test_a_stream_whose_target_went_on_to_something_else_says_so():
+    steps = stream(SHARED, Plain(), [[5, 6]], Limits(9))
+    next(steps)
+    generate(SHARED, Plain(), [[7]], Limits(2))
+    with pytest.raises(UserError, match="began to decode something else"):
+        list(steps)

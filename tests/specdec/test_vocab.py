@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from specdec.vocab import choose_vocab, coverage
+from specdec import UserError
+from specdec.vocab import choose_vocab
 
 COUNTS = torch.tensor([0.0, 5, 1, 7, 0, 3])
 
@@ -13,9 +14,5 @@ def test_most_frequent_sorted_with_the_required():
 
 
 def test_too_many_required():
-    with pytest.raises(ValueError, match="2 required"):
+    with pytest.raises(UserError, match="2 special"):
         choose_vocab(COUNTS, 1, [0, 4])
-
-
-def test_coverage():
-    assert coverage(COUNTS, torch.tensor([1, 3])) == 12 / 16

@@ -93,7 +93,7 @@ class EagleObjective:
         rows, slots = self._unroll(drafter, batch, own, final)
         # One product with the head for all steps together.
         log_q = drafter.logits(torch.cat(rows)).log_softmax(-1)
-        p = self._teacher(torch.cat([slot.teacher[slot.scored] for slot in slots]))
+        p = self._teacher(torch.cat([slot.teacher[slot.scored] for slot in slots])).to(log_q.dtype)
         losses = self.loss(p, log_q)
         agree = (log_q.argmax(-1) == p.argmax(-1)).to(losses.dtype)
         totals: dict[str, Total] = {}
@@ -111,7 +111,9 @@ class EagleObjective:
 
     def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> tuple[list[Tensor], list[Slots]]:
         if self.config.feature_noise:
-            own = own + torch.randn_like(own) * own.std(-1, keepdim=True) * self.config.feature_noise
+            generator = torch.Generator(own.device).manual_seed(batch.number)
+            noise = torch.randn(own.shape, dtype=own.dtype, device=own.device, generator=generator)
+            own = own + noise * own.std(-1, keepdim=True) * self.config.feature_noise
         steps = []
         for step in range(self.config.unroll):
             slot = align(batch.tokens, batch.loss_mask, batch.documents, final, self.horizon + step)
@@ -132,7 +134,8 @@ class EagleObjective:
     @torch.no_grad()
     def _teacher(self, final: Tensor) -> Tensor:
         """Target distribution over the draft vocabulary, normalised there and sharpened: [n, D] -> [n, Vd]."""
-        return (self.config.teacher_power * (final @ self.teacher_head.T)).softmax(-1)
+        logits = final @ self.teacher_head.T
+        return (self.config.teacher_power * logits.to(torch.promote_types(logits.dtype, torch.float32))).softmax(-1)
 
 
 Config, Objective = EagleObjectiveConfig, EagleObjective  # the names the pipeline looks for

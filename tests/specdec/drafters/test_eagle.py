@@ -7,7 +7,6 @@ from tiny import tiny_model
 from data.batches import Batch
 from specdec import Limits, Target, UserError, generate
 from specdec.drafters.eagle import EagleConfig, create, shape_for
-from specdec.drafters.none import Plain
 from train.objectives.eagle import EagleObjective, EagleObjectiveConfig
 
 
@@ -94,8 +93,3 @@ def test_taps_must_exist(target):
 def test_default_taps_are_what_engines_expect():
     target = Target(tiny_model(num_hidden_layers=8))
     assert shape_for(EagleConfig(draft_vocab_size=64), target).taps == [2, 4, 5]
-
-
-def test_plain_and_eagle_share_one_loop(target):
-    limits = Limits(10)
-    assert [len(r.rounds) for r in generate(target, Plain(), [[4, 5]], limits)] == [9]
