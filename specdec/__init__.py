@@ -8,7 +8,7 @@ from specdec.drafter import open_drafter
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target
 from specdec.sampling import Sampling
-from specdec.search import TreeConfig
+from specdec.search import TreeConfig, best_paths
 from specdec.stopping import Limits
 from specdec.target import Target
 from specdec.tree import TokenTree
@@ -24,6 +24,7 @@ __all__ = [
     "TokenTree",
     "TreeConfig",
     "UserError",
+    "best_paths",
     "generate",
     "load_target",
     "open_drafter",

@@ -122,6 +122,17 @@ def test_the_target_as_its_own_drafter_is_always_accepted(target, tree):
     assert all(g.accepted_length == longest + 1 for g in out)
 
 
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+def test_the_worst_drafter_there_is_changes_nothing(target, tree):
+    """T15: one that always proposes the target's least likely tokens."""
+    drafter = itself(target, TREES[tree])
+    head = drafter.model.head
+    drafter.model.head = lambda final: -head(final)
+    out = generate(target, drafter, PROMPTS, Limits(20, (EOS,)))
+    assert [g.tokens for g in out] == texts(target, Plain(), PROMPTS, Limits(20, (EOS,)))
+    assert all(g.accepted_length == 1.0 for g in out)
+
+
 @pytest.mark.parametrize("name", ["eagle-chain", "eagle-dynamic"])
 def test_saved_and_opened_is_the_same_drafter(target, name, tmp_path):
     drafter = DRAFTERS[name](target)
