@@ -158,6 +158,12 @@ def _likeliest(paths: list[tuple[int, ...]], tree: TokenTree, scores: Expand, id
     return tree
 
 
+def _spread(own: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """A law over the drafter's tokens [..., V'] as one over the target's [..., V]."""
+    at = torch.arange(own.shape[-1], device=own.device) if ids is None else ids
+    return own.new_zeros(*own.shape[:-1], vocab_size).index_copy_(-1, at, own)
+
+
 def _drawn_chain(
     depth: int,
     tree: TokenTree,
@@ -172,10 +178,7 @@ def _drawn_chain(
     laws = []
     for node in range(depth):
         own = unpenalised.probs(scores(tree, node)[:, 0])
-        law = own.new_zeros(own.shape[0], vocab_size)
-        law[:, : own.shape[1]] = own
-        if ids is not None:
-            law = own.new_zeros(own.shape[0], vocab_size).index_copy_(1, ids, own)
+        law = _spread(own, ids, vocab_size)
         laws.append(law)
         parents = torch.full_like(tree.parents[:, :1], node)
         tree = _append(tree, draw(law, generator)[:, None], parents)
@@ -207,8 +210,7 @@ def _drawn_tree(
             laws.append(laws[0].new_zeros(rows, tree.nodes - start, vocab_size))  # leaves have no children
             return TokenTree(tree.tokens, tree.parents, torch.cat(laws, 1), branching=True)
         own = unpenalised.probs(scores(tree, start))
-        law = own.new_zeros(*own.shape[:2], vocab_size)
-        law = law.index_copy_(2, torch.arange(own.shape[2], device=own.device) if ids is None else ids, own)
+        law = _spread(own, ids, vocab_size)
         laws.append(law)
         width = max(path[-1] for path in level) + 1
         noise = uniform(law.shape, law.device, generator)
