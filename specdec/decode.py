@@ -25,15 +25,17 @@ from specdec.tree import PAD, TokenTree
 @dataclass(frozen=True)
 class Round:
     """One round of one row. proposed counts draft nodes, depth the longest path of them; accepted and emitted count
-    what is emitted, the target's own token in the latter.
+    what is emitted, the target's own token in the latter. path: the accepted nodes' places in the tree.
 
-    Tokens past a stop or the limit are in neither. draft_seconds and read_seconds are the whole batch's.
+    Tokens past a stop or the limit are in none of them. draft_seconds and read_seconds are the whole batch's, the
+    latter with all that follows reading.
     """
 
     proposed: int
     accepted: int
     emitted: int
     depth: int
+    path: tuple[int, ...] = field(default=(), compare=False)
     draft_seconds: float = field(default=0.0, compare=False)
     read_seconds: float = field(default=0.0, compare=False)
 
@@ -188,7 +190,8 @@ class _Batch:
             rows = torch.arange(len(self.rows), device=self.target.device)[:, None]
             self.features = reading.features[rows, verdict.paths.nodes]
         self._store()
-        proposed = torch.stack([(tree.parents >= 0).sum(-1), tree.depths().amax(-1)], 1).tolist()
+        facts = torch.stack([(tree.parents >= 0).sum(-1), tree.depths().amax(-1)], 1)
+        proposed = torch.cat([facts, verdict.paths.nodes], 1).tolist()
         run, lengths = _run(tree, verdict)
         return self._emit(run, lengths, proposed, drafted - begun, time.perf_counter() - drafted)
 
@@ -232,8 +235,9 @@ class _Batch:
             taken = stopper.take(new[:count])
             record = None
             if proposed is not None:
-                nodes, depth = proposed[index]
-                record = Round(nodes, min(count - 1, len(taken)), len(taken), depth, draft, read)
+                nodes, depth, _, *path = proposed[index]
+                accepted = min(count - 1, len(taken))
+                record = Round(nodes, accepted, len(taken), depth, tuple(path[:accepted]), draft, read)
             features = None
             if not stopper.finish:
                 going.append(index)

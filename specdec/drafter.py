@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdec import fast
 from specdec.errors import UserError, nearest
 from specdec.sampling import Sampling
 from specdec.target import Tap, Target
@@ -109,4 +110,6 @@ def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype | None =
         wrong = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise UserError(f"{folder / WEIGHTS}: tensor '{wrong}' is missing, unknown or of another shape")
     drafter.load_state_dict(state)
-    return drafter.to(device=target.device, dtype=dtype or target.model.dtype).eval()
+    drafter = drafter.to(device=target.device, dtype=dtype or target.model.dtype).eval()
+    fast.pack(drafter, target.fast_mode)
+    return drafter

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specdec.errors import UserError
+from specdec.fast import MODES
 from specdec.source import resolve
 from specdec.target import Target
 
@@ -27,6 +28,9 @@ class TargetConfig:
     """float64, float32, bfloat16 or float16."""
     device: str = "auto"
     """auto takes the GPU where there is one."""
+    fast: str = "auto"
+    """auto packs weights where that was measured to pay (fp32 on a CPU); off reads them as they are; packed also packs
+    small models."""
     cache: str = "runs/targets"
     """Where dequantised GGUF files are kept."""
 
@@ -34,6 +38,8 @@ class TargetConfig:
         known = ("float64", "float32", "bfloat16", "float16")
         if self.dtype not in known:
             raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
+        if self.fast not in MODES:
+            raise UserError(f"target.fast: '{self.fast}' is not one of {', '.join(MODES)}")
 
 
 def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Target:
@@ -56,4 +62,4 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device: cannot use '{device}': {str(error).splitlines()[0]}") from error
-    return Target(model, tokenizer, config.name)
+    return Target(model, tokenizer, config.name, config.fast)

@@ -162,11 +162,12 @@ def pick(probs: Tensor, coins: Tensor) -> Tensor:
     torch.multinomial draws V exponentials per row, which costs more than a drafting step; sums are in fp64, because
     fp32 loses tokens below 1e-7.
     """
-    cumulative = probs.double().cumsum(-1)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[..., -1]
+    # Below the total, so that rounding cannot run past the last token.
+    at = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
     # right=True: the first index whose cumulative mass exceeds the coin, never a token of probability 0.
-    index = torch.searchsorted(cumulative, coins[..., None] * cumulative[..., -1:], right=True).squeeze(-1)
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(index, last)
+    return torch.searchsorted(cumulative, at[..., None], right=True).squeeze(-1)
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:

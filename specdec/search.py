@@ -7,7 +7,7 @@ here, the same for every drafter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,17 @@ class TreeConfig:
     def longest(self) -> int:
         """Most draft tokens on one path."""
         return max(map(len, self.paths)) if self.kind == "static" else self.depth
+
+    def limited(self, nodes: int, depth: int) -> TreeConfig:
+        """The same tree cut to its first `nodes` nodes, root included, and to `depth` draft tokens."""
+        depth = min(depth, self.longest)
+        if self.kind == "chain":
+            return replace(self, depth=min(depth, nodes - 1))
+        if self.kind == "static":
+            return replace(
+                self, depth=depth, paths=[list(p) for p in closed(self.paths) if len(p) <= depth][: nodes - 1]
+            )
+        return replace(self, depth=depth, nodes=min(nodes, self.nodes))
 
 
 def closed(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -255,7 +266,8 @@ def _dynamic(config: TreeConfig, root: TokenTree, scores: Expand, ids: Tensor | 
         work = _append(work, token.gather(1, chosen), work_parents)
     pool_tokens, pool_parents, pool_scores = (torch.cat(part, 1) for part in (tokens, parents, totals))
     # Stable: a child never scores above its parent, and on a tie the parent, which comes first, wins.
-    best = pool_scores.sort(dim=1, descending=True, stable=True).indices[:, : config.nodes - 1].sort(1).values
+    # The order stays: nodes then lie by score, so that a smaller budget would have been the first of them (cost.py).
+    best = pool_scores.sort(dim=1, descending=True, stable=True).indices[:, : config.nodes - 1]
     renumber = torch.zeros_like(pool_parents).scatter(
         1, best, torch.arange(1, best.shape[1] + 1, device=best.device).expand(rows, -1)
     )

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import attention
+from specdec import attention, fast
 from specdec.errors import UserError
+from specdec.inside import decoder_layers, query_heads_per_key, refuse_unsupported
 from specdec.slots import LayerSlots, Plan, slot_cache
 from specdec.tree import Paths, TokenTree
 
@@ -39,7 +40,9 @@ class Target:
     lengths [B]: positions read and kept, per row. Use: start(prompts) once, then read(trees) and keep(paths) in turns.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "target") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, name: str = "target", fast_mode: str = "auto"
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -50,12 +53,15 @@ class Target:
         self._plan = Plan(0, 0)
         self._cache = slot_cache(self._plan, 0)
         self._longest = 0
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
         stock = model.config._attn_implementation
         # A model that another Target drives already (a target drafting for itself) has ours.
         self._stock_attention = "sdpa" if stock == attention.NAME else stock
-        self._layers = _decoder_layers(model)
+        self._layers = decoder_layers(model)
+        self._share = query_heads_per_key(model)
         model.set_attn_implementation(attention.NAME)
+        self.fast_mode = fast_mode
+        self.packed = fast.pack(model, fast_mode)
         self._check_exact()
 
     # -- what the model is -------------------------------------------------------------------------------------
@@ -129,10 +135,14 @@ class Target:
     def stock(self) -> Iterator[PreTrainedModel]:
         """The model as transformers made it, for `model.generate`."""
         self.model.set_attn_implementation(self._stock_attention)
+        if self.packed:
+            self.packed.release()
         try:
             yield self.model
         finally:
             self.model.set_attn_implementation(attention.NAME)
+            if self.packed:
+                self.packed.engage()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -163,7 +173,7 @@ class Target:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.as_tensor(prompt)
         position = torch.arange(max(sizes), device=self.device)
-        mask = (position[:, None] >= position).expand(len(prompts), 1, -1, -1)
+        mask = (position[:, None] >= position).expand(len(prompts), -1, -1)
         final, features = self._forward(tokens.to(self.device), position.expand(len(prompts), -1), mask)
         last = final[torch.arange(len(prompts)), self.lengths - 1]
         return Reading(self.head(last)[:, None], features)
@@ -183,7 +193,7 @@ class Target:
         positions = (self.lengths[:, None] + trees.depths()).clamp(max=self.window - 1)
         mask = trees.visible(self.lengths, visible, start)
         self._plan.slots, self._plan.visible = slots, visible
-        final, features = self._forward(trees.tokens[:, start:], positions[:, start:], mask[:, None])
+        final, features = self._forward(trees.tokens[:, start:], positions[:, start:], mask)
         return Reading(self.head(final), features)
 
     @torch.inference_mode()
@@ -214,7 +224,7 @@ class Target:
         """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D]."""
         held, self.taps = self.taps, taps
         position = torch.arange(tokens.shape[1], device=self.device)
-        mask = (position[:, None] >= position).expand(tokens.shape[0], 1, -1, -1)
+        mask = (position[:, None] >= position).expand(tokens.shape[0], -1, -1)
         _, features = self._forward(tokens, position.expand_as(tokens), mask, cached=False)
         self.taps = held
         return cast(Tensor, features)
@@ -231,7 +241,7 @@ class Target:
         try:
             output = self.model.base_model(
                 input_ids=tokens,
-                attention_mask=mask,
+                attention_mask=attention.fold_mask(mask, self._share, self.model.dtype),
                 position_ids=positions,
                 use_cache=cached,
                 **({"cache": self._cache} if cached else {}),
@@ -269,27 +279,3 @@ def _recorder(seen: dict[Tap, Tensor], tap: Tap) -> Any:
         seen[tap] = args[0] if args else kwargs["hidden_states"]
 
     return record
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.num_hidden_layers
-    found = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(found) != 1:
-        raise UserError(f"cannot find the {count} decoder layers of {type(model).__name__}")
-    return found[0]
-
-
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    config = model.config
-    kinds = set(config.layer_types or []) if "layer_types" in config.to_dict() else set()
-    if kinds - {"full_attention"}:
-        raise UserError(
-            f"{type(model).__name__} has {', '.join(sorted(kinds - {'full_attention'}))} layers: their cache cannot "
-            "be rolled back, so speculative decoding with it would not be exact"
-        )
-    settings = config.to_dict()
-    if settings.get("sliding_window") and settings.get("use_sliding_window", True):
-        raise UserError(
-            f"{type(model).__name__} has a sliding window of {settings['sliding_window']} tokens: its cache cannot be "
-            "rolled back, so speculative decoding with it would not be exact"
-        )

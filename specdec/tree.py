@@ -6,6 +6,7 @@ tree with only a root, so one loop serves every method. Accepting nodes is `acce
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,10 @@ class TokenTree:
 
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: entry [b, n, m] says that m is n itself or lies between n and the root."""
+        return self._reach
+
+    @functools.cached_property
+    def _reach(self) -> Tensor:
         count = self.nodes
         eye = torch.eye(count, device=self.tokens.device)
         # one_hot has no code for "no parent": shift by two and drop the columns of PAD and ROOT.
