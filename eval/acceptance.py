@@ -14,6 +14,10 @@ DEFINITIONS = {
     "position": "entry k: of the rounds in which draft token k was reached, the share that accepted it",
     "speedup": "seconds of the baseline / seconds with the drafter on the same prompt, both runs in turn; median over "
     "prompts and the middle half",
+    "predicted": "tau × t(1) / (t(N) + drafting): the speedup that the measured round times give for this tau; the "
+    "prompt's own reading is not in it",
+    "plan": "what would have gone fastest on these prompts by the same round times: this tree, a part of it, or off "
+    "(plain decoding)",
 }
 
 

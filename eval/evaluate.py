@@ -1,6 +1,7 @@
-"""evaluate: decode held-out prompts with the drafter, plain, and with transformers; keep every round.
+"""evaluate: choose what is proposed in a round, then decode held-out prompts with the drafter, plain, and with
+transformers; keep every round.
 
-Records are appended prompt by prompt, so an interrupted evaluation goes on where it was.
+Records are appended prompt by prompt, so an interrupted evaluation goes on where it was, with the same plan.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from data.artifact import write_text
 from data.prepare import Row
 from eval.lossless import divergence
 from eval.speed import timed
+from specdec.adaptive import adaptive
+from specdec.cost import Choice, CostTable, Plan, Profile, choices, hardware, plans
+from specdec.decode import generate
 from specdec.drafter import Drafter
-from specdec.errors import UserError
+from specdec.errors import UserError, nearest
+from specdec.planned import Plannable, measure
 from specdec.stopping import Limits
 from specdec.target import Target
 
-RECORDS = "rounds.jsonl"
+RECORDS, COSTS, CHOICES = "rounds.jsonl", "costs.json", "choices.json"
+PLANS = ("auto", "tree", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,18 @@ class EvalConfig:
     """Held-out prompts of each other domain; null takes all."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
+    plan: str = "auto"
+    """auto: the part of drafter.tree that was measured to pay most; tree: drafter.tree as it is; adaptive: the online
+    controller, which may change it every round."""
+    calibrate: int = 4
+    """auto: held-out prompts of the trained domains from which acceptance is taken, others than the measured ones where
+    there are as many."""
 
     def __post_init__(self) -> None:
+        if self.plan not in PLANS:
+            raise UserError(f"eval.plan: '{self.plan}' is not one of {', '.join(PLANS)}.{nearest(self.plan, PLANS)}")
+        if self.calibrate < 1:
+            raise UserError(f"eval.calibrate must be 1 or more, got {self.calibrate}")
         if self.own is not None and self.own < 1:
             raise UserError(f"eval.own must be 1 or more, or null for all, got {self.own}")
         if self.max_new_tokens < 2 or (self.transfer is not None and self.transfer < 0):
@@ -56,6 +72,60 @@ def choose(rows: list[Row], own_domains: list[str], config: EvalConfig) -> list[
     if not chosen:
         raise UserError(f"eval: there are no held-out prompts of {', '.join(own_domains)}, and eval.transfer is 0")
     return chosen
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the drafter decodes: the drafter under its plan, the plan (None: changes online), what rounds cost, and what
+    was chosen from."""
+
+    drafter: Drafter
+    plan: Plan | None
+    costs: CostTable
+    considered: list[Choice]
+
+
+def settle(
+    target: Target, drafter: Plannable, held_out: list[Row], measured: list[Row], config: EvalConfig, folder: Path
+) -> Setting:
+    """Measure what rounds cost and choose the plan; both are kept in `folder` and found there by a resumed run.
+
+    held_out: the prompts of the trained domains. measured: what will be decoded.
+
+    A chosen plan is never off, so that there is something to measure: the report says where off is better.
+    """
+    text = sorted(measured, key=lambda row: len(row.prompt))[len(measured) // 2].prompt
+    costs = _costs(target, drafter, text, folder / COSTS)
+    whole = Plan(drafter.tree.most_nodes, drafter.tree.longest)
+    if config.plan == "adaptive":
+        return Setting(adaptive(drafter, costs), None, costs, [])
+    if config.plan == "tree":
+        return Setting(drafter, whole, costs, [])
+    path = folder / CHOICES
+    if not path.is_file():
+        profile = Profile(whole.nodes, whole.depth)
+        pool = [row for row in held_out if row not in measured]
+        pool = pool if len(pool) >= config.calibrate else held_out
+        limits = Limits(config.max_new_tokens, target.stop_tokens)
+        for row in pool[: config.calibrate]:
+            for one in generate(target, drafter, [row.prompt], limits)[0].rounds:
+                profile.add(whole, one.depths, one.path)
+        found = choices(plans(drafter.tree), costs.at(1, len(text)), profile)
+        write_text(path, json.dumps([[c.plan.nodes, c.plan.depth, c.tokens, c.speedup] for c in found]) + "\n")
+    considered = [Choice(Plan(n, d), tokens, speedup) for n, d, tokens, speedup in json.loads(path.read_text())]
+    plan = next(choice.plan for choice in considered if not choice.plan.off)
+    drafter.tree = drafter.tree.limited(plan.nodes, plan.depth)
+    return Setting(drafter, plan, costs, considered)
+
+
+def _costs(target: Target, drafter: Plannable, text: list[int], path: Path) -> CostTable:
+    if path.is_file():
+        known = CostTable.load(path)
+        if known.fingerprint == hardware(target, drafter):
+            return known
+    table = measure(target, drafter, text)
+    table.save(path)
+    return table
 
 
 def evaluate(
@@ -87,7 +157,7 @@ def evaluate(
                 "gap": max(gaps) if gaps else None,
                 "seconds": run.seconds,
                 "answer": run.tokens["drafter"],
-                "rounds": [[r.proposed, r.accepted, r.emitted, r.depth] for r in run.generation.rounds],
+                "rounds": [list(vars(r).values()) for r in run.generation.rounds],
             }
             known[row.id] = record
             write_text(path, "".join(json.dumps(known[r.id]) + "\n" for r in rows if r.id in known))

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from data.artifact import write_text
 from eval.acceptance import DEFINITIONS, acceptance
+from eval.evaluate import Setting
 from eval.speed import MODES, ratio
+from specdec.cost import OFF, Choice, Costs, Plan, Profile, choices
 from specdec.decode import Round
 
-SCHEMA = 1
+SCHEMA = 2
 NEAR_TIE = 0.25  # of two logits in half precision: a few units in the last place
 
 
-def summarise(records: list[dict[str, Any]], own: list[str], half_precision: bool = False) -> dict[str, Any]:
+def summarise(
+    records: list[dict[str, Any]], own: list[str], setting: Setting, half_precision: bool = False
+) -> dict[str, Any]:
     """One entry per domain, the trained ones first, from the records of evaluate()."""
     domains = sorted({r["domain"] for r in records}, key=lambda d: (d not in own, d))
     return {
         "schema": SCHEMA,
         "definitions": DEFINITIONS,
-        "domains": {d: _domain([r for r in records if r["domain"] == d], d in own) for d in domains},
+        "domains": {d: _domain([r for r in records if r["domain"] == d], d in own, setting) for d in domains},
         "identical": all(map(_same, records)),
         "largest_gap": max((r["gap"] for r in records if r["gap"] is not None), default=None),
         "half_precision": half_precision,
         "prompts": len(records),
+        "plan": "adaptive" if setting.plan is None else str(setting.plan),
+        "considered": [asdict(choice) for choice in setting.considered],
+        "round_seconds": [
+            {"rows": c.rows, "context": c.context, "read_by_nodes": c.read, "draft_by_depth": c.draft}
+            for c in setting.costs.entries
+        ],
     }
 
 
-def _domain(records: list[dict[str, Any]], trained: bool) -> dict[str, Any]:
+def _domain(records: list[dict[str, Any]], trained: bool, setting: Setting) -> dict[str, Any]:
     rounds = [Round(*entry) for record in records for entry in record["rounds"]]
+    costs = setting.costs.at(1, statistics.median_low(record["prompt_tokens"] for record in records))
+    best = _best(rounds, setting.plan, costs) if setting.plan and rounds else None
     seconds = {mode: [record["seconds"][mode] for record in records] for mode in MODES}
     tokens = sum(record["tokens"] for record in records)
     found = acceptance(rounds)
@@ -50,13 +63,38 @@ def _domain(records: list[dict[str, Any]], trained: bool) -> dict[str, Any]:
         "identical_to_transformers": sum(r["identical_to_transformers"] for r in records),
         "speedup_over_plain": asdict(ratio(seconds["plain"], seconds["drafter"])),
         "speedup_over_transformers": asdict(ratio(seconds["transformers"], seconds["drafter"])),
+        "predicted_speedup": costs.speedup(setting.plan, found.tau) if setting.plan and rounds else None,
+        "best_plan": asdict(best) if best else None,
+        "plan": str(best.plan) if best else "adaptive",
         "tokens_per_second": {mode: tokens / sum(seconds[mode]) for mode in MODES},
     }
 
 
+def _best(rounds: list[Round], plan: Plan, costs: Costs) -> Choice:
+    """What these rounds would have gone best with: a part of the plan they had, or plain decoding."""
+    profile = Profile(plan.nodes, plan.depth)
+    for one in rounds:
+        profile.add(plan, one.depths, one.path)
+    parts = [Plan(nodes, depth) for depth in range(1, plan.depth + 1) for nodes in range(depth + 1, plan.nodes + 1)]
+    return choices([OFF, *parts], costs, profile)[0]
+
+
 def table(summary: dict[str, Any]) -> list[list[str]]:
     """Header and one row per domain, as text."""
-    rows = [["domain", "prompts", "tau", "accepted", "by position", "identical", "vs plain", "vs transformers"]]
+    rows = [
+        [
+            "domain",
+            "prompts",
+            "tau",
+            "accepted",
+            "by position",
+            "identical",
+            "vs plain",
+            "predicted",
+            "vs transformers",
+            "plan",
+        ]
+    ]
     for name, d in summary["domains"].items():
         rows.append(
             [
@@ -67,7 +105,9 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
                 " ".join("-" if p is None else f"{p:.2f}".removeprefix("0") for p in d["positions"]),
                 f"{d['identical']}/{d['prompts']}",
                 _times(d["speedup_over_plain"]),
+                "-" if d["predicted_speedup"] is None else f"{d['predicted_speedup']:.2f}x",
                 _times(d["speedup_over_transformers"]),
+                d["plan"],
             ]
         )
     return rows

@@ -25,7 +25,8 @@ from specdec.tree import PAD, TokenTree
 @dataclass(frozen=True)
 class Round:
     """One round of one row. proposed counts draft nodes, depth the longest path of them; accepted and emitted count
-    what is emitted, the target's own token in the latter. path: the accepted nodes' places in the tree.
+    what is emitted, the target's own token in the latter. depths: of every node of the tree (-1: padding); path: the
+    accepted nodes' places in it.
 
     Tokens past a stop or the limit are in none of them. draft_seconds and read_seconds are the whole batch's, the
     latter with all that follows reading.
@@ -35,6 +36,7 @@ class Round:
     accepted: int
     emitted: int
     depth: int
+    depths: tuple[int, ...] = field(default=(), compare=False)
     path: tuple[int, ...] = field(default=(), compare=False)
     draft_seconds: float = field(default=0.0, compare=False)
     read_seconds: float = field(default=0.0, compare=False)
@@ -190,10 +192,9 @@ class _Batch:
             rows = torch.arange(len(self.rows), device=self.target.device)[:, None]
             self.features = reading.features[rows, verdict.paths.nodes]
         self._store()
-        facts = torch.stack([(tree.parents >= 0).sum(-1), tree.depths().amax(-1)], 1)
-        proposed = torch.cat([facts, verdict.paths.nodes], 1).tolist()
+        proposed = torch.cat([tree.depths().masked_fill(tree.parents == PAD, -1), verdict.paths.nodes], 1).tolist()
         run, lengths = _run(tree, verdict)
-        return self._emit(run, lengths, proposed, drafted - begun, time.perf_counter() - drafted)
+        return self._emit(run, lengths, proposed, tree.nodes, drafted - begun, time.perf_counter() - drafted)
 
     def _probs(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """The target's distribution after each node."""
@@ -222,9 +223,18 @@ class _Batch:
                 self.kept[row].append(self.features[index, :count].clone())
 
     def _emit(
-        self, run: Tensor, counts: Tensor, proposed: list[list[int]] | None, draft: float = 0.0, read: float = 0.0
+        self,
+        run: Tensor,
+        counts: Tensor,
+        proposed: list[list[int]] | None,
+        nodes: int = 0,
+        draft: float = 0.0,
+        read: float = 0.0,
     ) -> list[Step]:
-        """Append each row's run, cut where it ends, and drop the rows that ended."""
+        """Append each row's run, cut where it ends, and drop the rows that ended.
+
+        proposed: each row's depths of the tree's `nodes` nodes, then its accepted path.
+        """
         at = self.lengths[:, None] + torch.arange(run.shape[1], device=run.device)
         self.tokens.scatter_(1, at, run)
         self.lengths = self.lengths + counts
@@ -235,9 +245,10 @@ class _Batch:
             taken = stopper.take(new[:count])
             record = None
             if proposed is not None:
-                nodes, depth, _, *path = proposed[index]
-                accepted = min(count - 1, len(taken))
-                record = Round(nodes, accepted, len(taken), depth, tuple(path[:accepted]), draft, read)
+                depths, walked = tuple(proposed[index][:nodes]), proposed[index][nodes + 1 :]
+                accepted, drafted = min(count - 1, len(taken)), sum(depth > 0 for depth in depths)
+                path = tuple(walked[:accepted])
+                record = Round(drafted, accepted, len(taken), max(depths), depths, path, draft, read)
             features = None
             if not stopper.finish:
                 going.append(index)

@@ -49,8 +49,11 @@ class Drafter(Protocol):
     """Proposes trees. There is no commit: each proposal starts by bringing the drafter's state up to the context."""
 
     taps: tuple[Tap, ...]
-    nodes: int
-    """Most nodes a tree of this drafter has, root included."""
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes a tree of this drafter has, root included."""
+        ...
 
     def reset(self, rows: int, capacity: int) -> None:
         """Forget everything; `rows` new rows of at most `capacity` tokens follow."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,21 +16,21 @@ from typing import Any
 
 import torch
 
-from data.artifact import Stage, fingerprint, forget, open_stage, plan_of, stale, versions, write_text
+from data.artifact import Stage, fingerprint, forget, open_stage, plan_of, stale, write_text
 from data.batches import Batch, batches
 from data.distill import Text, distill, read_texts
 from data.prepare import load_prompts, prepare, read_rows
-from eval.evaluate import choose, evaluate
+from eval.evaluate import choose, evaluate, settle
 from eval.report import as_text, summarise, table, verdict, write_report
 from specdec.drafter import drafter_module, open_drafter
 from specdec.errors import UserError
 from specdec.export import eagle3
 from specdec.load import load_target
-from specdec.search import TreeConfig
 from specdec.source import locate
 from specdec.target import Tap, Target
 from train import checkpoint
 from train.config import STAGES, RunConfig, objective_module
+from train.facts import run_facts
 from train.log import Log, bar, say
 from train.loop import fit
 
@@ -152,15 +151,22 @@ class Run:
         config, fitted = self.config, self._need("fit")
         stage, own = self._open("evaluate"), self._own_domains()
         if not self._skip(stage):
-            rows = choose(read_rows(self._need("prepare").folder, "heldout"), own, config.eval)
-            drafter, records = self._drafter(fitted), []
+            held_out = read_rows(self._need("prepare").folder, "heldout")
+            rows = choose(held_out, own, config.eval)
+            records = []
+            calibration = [row for row in held_out if row.domain in own]
+            setting = settle(self.target, self._drafter(fitted), calibration, rows, config.eval, stage.folder)
+            for choice in setting.considered[:1]:
+                say(f"evaluate  plan: {choice}, of {len(setting.considered)} considered")
             with bar("evaluate", len(rows), "prompt") as progress:
-                for record in evaluate(self.target, drafter, rows, config.eval, stage.folder):
+                for record in evaluate(self.target, setting.drafter, rows, config.eval, stage.folder):
                     records.append(record)
                     progress.update(1)
             half = self.target.model.dtype in (torch.bfloat16, torch.float16)
-            summary = summarise(records, own, half)
-            write_report(stage.folder, summary, f"Headstart: {config.out.name}", self._facts())
+            summary = summarise(records, own, setting, half)
+            made = self._need("distill").counts, fitted.counts
+            facts = run_facts(config, self.target, setting, own, *made)
+            write_report(stage.folder, summary, f"Headstart: {config.out.name}", facts)
             for domain, values in summary["domains"].items():
                 self.log.record(f"evaluate/{domain}", {"tau": values["tau"], "rounds": values["rounds"]})
             stage.finish({"prompts": len(rows), "identical": summary["identical"]})
@@ -257,19 +263,6 @@ class Run:
             say(f"{stage.kind:9} finished before, reused ({_counts(stage)})")
         return stage.finished
 
-    def _facts(self) -> dict[str, str]:
-        config = self.config
-        distilled, fitted = self._need("distill").counts, self._need("fit").counts
-        return {
-            "target": f"{config.target.name} ({config.target.source}), {config.target.dtype}",
-            "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, {_tree(config.tree)}",
-            "trained on": f"{', '.join(self._own_domains())}: {distilled['answer_tokens']} target-written tokens",
-            "fit": f"{fitted['steps']} steps, seed {config.seed}",
-            "decoding": f"greedy, {config.eval.max_new_tokens} new tokens, one prompt at a time",
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {self.target.device.type}",
-            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        }
-
 
 def _ancestors(name: str) -> set[str]:
     return {one for parent in DEPENDS[name] for one in (parent, *_ancestors(parent))}
@@ -282,12 +275,6 @@ def _token_counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
         counts += 0.1 * torch.bincount(text.tokens, minlength=vocab_size)
         counts += 0.9 * torch.bincount(text.tokens[text.prompt_length :], minlength=vocab_size)
     return counts
-
-
-def _tree(tree: TreeConfig) -> str:
-    if tree.kind == "chain":
-        return f"chain of {tree.depth}"
-    return f"{tree.kind} tree of {tree.most_nodes} nodes, {tree.longest} deep"
 
 
 def _counts(stage: Stage) -> str:

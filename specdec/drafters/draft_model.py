@@ -45,7 +45,7 @@ class DraftModel:
 
     def reset(self, rows: int, capacity: int) -> None:  # noqa: ARG002
         self._fresh = True
-        self._capacity = capacity
+        self._capacity = capacity + self.tree.most_slots
 
     def select(self, rows: Tensor) -> None:
         if not self._fresh and len(rows):
@@ -76,7 +76,7 @@ class DraftModel:
         if self._fresh:
             self._fresh = False
             prompts = [row[:length] for row, length in zip(tokens.tolist(), (lengths - 1).tolist(), strict=True)]
-            model.start(prompts, self._capacity - min(map(len, prompts)) + self.tree.most_slots)
+            model.start(prompts, self._capacity - min(map(len, prompts)))
         new = lengths - model.lengths
         at = model.lengths[:, None] + torch.arange(int(new.max()), device=lengths.device)
         chain = TokenTree.chain(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)))

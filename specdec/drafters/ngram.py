@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.drafter import Context
 from specdec.errors import UserError
 from specdec.sampling import Sampling
+from specdec.search import TreeConfig
 from specdec.target import Tap
 from specdec.tree import PAD, TokenTree
 
@@ -43,10 +44,11 @@ class Ngram:
 
     def __init__(self, config: NgramConfig | None = None) -> None:
         self.config = config or NgramConfig()
+        self.tree = TreeConfig(depth=self.config.depth)
 
     @property
     def nodes(self) -> int:
-        return 1 + self.config.depth
+        return self.tree.most_nodes
 
     def reset(self, rows: int, capacity: int) -> None:
         """Nothing to forget."""
@@ -56,7 +58,7 @@ class Ngram:
 
     def propose(self, context: Context, sampling: Sampling, generator: torch.Generator | None) -> TokenTree:  # noqa: ARG002
         texts = [row[:length] for row, length in zip(context.tokens.tolist(), context.lengths.tolist(), strict=True)]
-        depth = self.config.depth
+        depth = self.tree.depth
         found = [self._continuation(text) for text in texts]
         fill = [[0] * (depth - len(new)) for new in found]
         tokens = [[text[-1], *new, *zeros] for text, new, zeros in zip(texts, found, fill, strict=True)]
@@ -70,5 +72,5 @@ class Ngram:
             # The latest occurrence: recent text is the likelier to be repeated.
             for at in range(len(text) - size - 1, -1, -1):
                 if text[at : at + size] == tail:
-                    return text[at + size : at + size + self.config.depth]
+                    return text[at + size : at + size + self.tree.depth]
         return []
