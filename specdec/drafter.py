@@ -58,6 +58,9 @@ class Drafter(Protocol):
     def reset(self, rows: int, capacity: int) -> None:
         """Forget everything; `rows` new rows of at most `capacity` tokens follow."""
 
+    def renew(self, rows: Tensor) -> None:
+        """These rows hold other texts now; the next context has the features of all their positions."""
+
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
 

@@ -1,8 +1,11 @@
-"""What must be known of a transformers model before it can be driven: its decoder layers, and that it can be at all."""
+"""What must be known of a transformers model to drive it, and whether it can be; Target's small helpers."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UserError
@@ -37,3 +40,20 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has a sliding window of {settings['sliding_window']} tokens: its cache cannot be "
             "rolled back, so speculative decoding with it would not be exact"
         )
+
+
+def common_start(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all texts begin with, at most one less than the shortest; 0 where it is not worth a pass."""
+    short, long = min(map(tuple, texts)), max(map(tuple, texts))
+    most = min(map(len, texts)) - 1
+    same = next((i for i in range(most) if short[i] != long[i]), most)
+    return same if same >= 8 else 0
+
+
+def recorder(seen: dict[Any, Tensor], tap: int) -> Any:
+    """A hook that stores what goes into a decoder layer under `tap`."""
+
+    def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return record

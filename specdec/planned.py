@@ -64,6 +64,12 @@ class Planned:
         self.drafter.tree = self.tree
         self.drafter.reset(rows, capacity)
 
+    def renew(self, rows: Tensor) -> None:
+        for _, counts in self._held:
+            counts[rows] = 0
+        self._last = None  # one round goes unlearned
+        self.drafter.renew(rows)
+
     def select(self, rows: Tensor) -> None:
         self._held = [(features[rows], counts[rows]) for features, counts in self._held]
         if self._last is not None:
@@ -78,7 +84,7 @@ class Planned:
             depths = tree.depths().masked_fill(tree.parents == PAD, -1).tolist()
             self.planner.learn(plan, depths, self._accepted(context))
         if context.features is not None:
-            self._held.append((context.features, context.counts))
+            self._held.append((context.features, context.counts.clone()))
         plan = self.planner.next(len(lengths), max(lengths))
         if plan.off:
             self._last = OFF, TokenTree.chain(context.pending()[:, None]), context.lengths

@@ -102,9 +102,17 @@ def seen_on_paths(tokens: Tensor, lengths: Tensor, tree: TokenTree, vocab_size: 
 
 
 class Coins(Protocol):
-    """Where chance comes from. flip: positions [B] (absolute index of the token being decided) -> uniform [B], fp64."""
+    """Where chance comes from."""
 
-    def flip(self, positions: Tensor) -> Tensor: ...
+    def flip(self, positions: Tensor, prompts: list[int] | None = None) -> Tensor:
+        """positions [B] (absolute index of the token being decided) -> uniform [B], fp64.
+
+        prompts: whose tokens they are; by default one of each row.
+        """
+        ...
+
+    def renew(self, rows: Tensor, prompts: list[int]) -> None:
+        """These rows now belong to these prompts."""
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
@@ -116,11 +124,14 @@ class Stream:
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
 
-    def flip(self, positions: Tensor) -> Tensor:
+    def flip(self, positions: Tensor, prompts: list[int] | None = None) -> Tensor:  # noqa: ARG002
         return uniform(positions.shape, positions.device, self.generator)
 
+    def renew(self, rows: Tensor, prompts: list[int]) -> None:
+        """The next coins go to whatever is asked for next."""
+
     def select(self, rows: Tensor) -> None:
-        """The next coins go to whatever rows are left."""
+        """The same."""
 
 
 class Coupled:
@@ -134,12 +145,15 @@ class Coupled:
         self.seed = seed
         self.rows = torch.arange(rows)
 
-    def flip(self, positions: Tensor) -> Tensor:
+    def flip(self, positions: Tensor, prompts: list[int] | None = None) -> Tensor:
         mixed = [
             _mix(_mix(_mix(self.seed & _WORD) ^ row) ^ position)
-            for row, position in zip(self.rows.tolist(), positions.tolist(), strict=True)
+            for row, position in zip(prompts or self.rows.tolist(), positions.tolist(), strict=True)
         ]
         return torch.tensor([value / 2**64 for value in mixed], dtype=torch.float64, device=positions.device)
+
+    def renew(self, rows: Tensor, prompts: list[int]) -> None:
+        self.rows[rows.cpu()] = torch.tensor(prompts)
 
     def select(self, rows: Tensor) -> None:
         self.rows = self.rows[rows.cpu()]

@@ -15,12 +15,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass
 class Plan:
-    """Where the next forward writes; shared by the cache layers."""
+    """Where the next forward writes and how far it looks; shared by the cache layers.
+
+    slots [b, n]; only: the rows [b] that are read, None for all of them.
+    """
 
     rows: int
     capacity: int
     slots: Tensor | None = None
     visible: int = 0
+    only: Tensor | None = None
 
 
 class LayerSlots(CacheLayerMixin):
@@ -39,15 +43,13 @@ class LayerSlots(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        if self.plan.slots is None:  # the prompt: nothing before it to look at
-            keys[:, :, : key_states.shape[2]] = key_states
-            values[:, :, : value_states.shape[2]] = value_states
-            return key_states, value_states
-        at = (torch.arange(keys.shape[0], device=keys.device)[:, None], slice(None), self.plan.slots)
+        keys, values, only = cast(Tensor, self.keys), cast(Tensor, self.values), self.plan.only
+        rows = torch.arange(keys.shape[0], device=keys.device) if only is None else only
+        at = (rows[:, None], slice(None), cast(Tensor, self.plan.slots))
         keys[at] = key_states.transpose(1, 2)
         values[at] = value_states.transpose(1, 2)
-        return keys[:, :, : self.plan.visible], values[:, :, : self.plan.visible]
+        seen = slice(None) if only is None else only
+        return keys[seen, :, : self.plan.visible], values[seen, :, : self.plan.visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         return self.plan.visible, 0
@@ -62,6 +64,11 @@ class LayerSlots(CacheLayerMixin):
         """Copy slots `source` [B, M] to slots `to` [B, M] in each row."""
         for store in (cast(Tensor, self.keys), cast(Tensor, self.values)):
             store[rows, :, to] = store[rows, :, source]
+
+    def spread(self, count: int) -> None:
+        """Copy the first `count` slots of row 0 to every row."""
+        for store in (cast(Tensor, self.keys), cast(Tensor, self.values)):
+            store[1:, :, :count] = store[:1, :, :count]
 
     def select(self, rows: Tensor) -> None:
         self.keys, self.values = cast(Tensor, self.keys)[rows], cast(Tensor, self.values)[rows]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec import attention, fast
+from specdec.check import check_exact
 from specdec.errors import UserError
-from specdec.inside import decoder_layers, query_heads_per_key, refuse_unsupported
+from specdec.inside import common_start, decoder_layers, query_heads_per_key, recorder, refuse_unsupported
 from specdec.slots import LayerSlots, Plan, slot_cache
 from specdec.tree import Paths, TokenTree
 
@@ -52,7 +53,8 @@ class Target:
         """Another one after each start(): a stream that is continued after another began can tell."""
         self._plan = Plan(0, 0)
         self._cache = slot_cache(self._plan, 0)
-        self._longest = 0
+        self._longest = self._shared = 0
+        self._shared_features: Tensor | None = None
         refuse_unsupported(model)
         stock = model.config._attn_implementation
         # A model that another Target drives already (a target drafting for itself) has ours.
@@ -62,7 +64,7 @@ class Target:
         model.set_attn_implementation(attention.NAME)
         self.fast_mode = fast_mode
         self.packed = fast.pack(model, fast_mode)
-        self._check_exact()
+        check_exact(self)
 
     # -- what the model is -------------------------------------------------------------------------------------
 
@@ -147,14 +149,22 @@ class Target:
     # -- reading -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def start(self, prompts: Sequence[Sequence[int]], room: int, taps: tuple[Tap, ...] = ()) -> Reading:
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        taps: tuple[Tap, ...] = (),
+        later: Sequence[Sequence[int]] | None = (),
+    ) -> Reading:
         """Forget everything and read prompts (B lists of ids), leaving `room` slots for what follows.
 
-        Returns the logits of each row's last position [B, 1, V] and the features of all positions [B, P, S, D],
+        later: prompts that admit() will bring; None where they are not known. What all prompts begin with is read
+        once. Returns the logits of each row's last position [B, 1, V] and the features of all positions [B, P, S, D],
         right-padded. Raises UserError where a prompt is empty or does not fit the window.
         """
-        sizes = [len(prompt) for prompt in prompts]
-        if not sizes:
+        everything = [*prompts, *(later or ())]
+        sizes = [len(prompt) for prompt in everything]
+        if not prompts:
             raise UserError("there are no prompts to decode")
         if min(sizes) == 0:
             raise UserError(f"prompt {sizes.index(0)} is empty: there is no token to start from")
@@ -164,19 +174,46 @@ class Target:
             )
         self.taps = taps
         self.session = object()
-        self.lengths = torch.tensor(sizes, device=self.device)
-        self._longest = max(sizes)
-        capacity = -(-(max(sizes) + room) // BUCKET) * BUCKET
-        self._plan = Plan(len(prompts), capacity)
+        self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
+        self._plan = Plan(len(prompts), -(-(max(sizes) + room) // BUCKET) * BUCKET)
         self._cache = slot_cache(self._plan, self.layers)
-        tokens = torch.zeros(len(prompts), max(sizes), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.as_tensor(prompt)
-        position = torch.arange(max(sizes), device=self.device)
-        mask = (position[:, None] >= position).expand(len(prompts), -1, -1)
-        final, features = self._forward(tokens.to(self.device), position.expand(len(prompts), -1), mask)
-        last = final[torch.arange(len(prompts)), self.lengths - 1]
+        self._shared = common_start(everything) if len(everything) > 1 and later is not None else 0
+        if self._shared:
+            first = torch.zeros(1, dtype=torch.long, device=self.device)
+            _, self._shared_features = self._read_text(first, [everything[0][: self._shared]], 0)
+            for layer in cast("list[LayerSlots]", self._cache.layers):
+                layer.spread(self._shared)
+        return self.admit(torch.arange(len(prompts), device=self.device), prompts)
+
+    @torch.inference_mode()
+    def admit(self, rows: Tensor, prompts: Sequence[Sequence[int]]) -> Reading:
+        """Begin other texts in `rows`, some of those given to start() as `later`; returns as start() does."""
+        sizes = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        final, features = self._read_text(rows, prompts, self._shared)
+        if features is not None and self._shared:
+            before = cast(Tensor, self._shared_features).expand(len(prompts), -1, -1, -1)
+            features = torch.cat([before, features], 1)
+        self.lengths = self.lengths.index_copy(0, rows, sizes)
+        self._longest = int(self.lengths.max())
+        last = final[torch.arange(len(prompts), device=self.device), sizes - 1 - self._shared]
         return Reading(self.head(last)[:, None], features)
+
+    def _read_text(self, rows: Tensor, texts: Sequence[Sequence[int]], start: int) -> tuple[Tensor, Tensor | None]:
+        """Positions from `start` on of texts that begin in `rows`: final states and features, right-padded."""
+        longest = max(map(len, texts))
+        tokens = torch.zeros(len(texts), longest - start, dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text) - start] = torch.as_tensor(text[start:])
+        position = torch.arange(start, longest, device=self.device).expand(len(texts), -1)
+        visible = min(-(-longest // BUCKET) * BUCKET, self._plan.capacity)
+        mask = torch.arange(visible, device=self.device) <= position[..., None]
+        self._plan.slots, self._plan.visible = position, visible
+        # All rows in their order are read in place, without copying the cache.
+        self._plan.only = None if len(rows) == self._plan.rows else rows
+        try:
+            return self._forward(tokens.to(self.device), position, mask)
+        finally:
+            self._plan.only = None
 
     @torch.inference_mode()
     def read(self, trees: TokenTree, start: int = 0) -> Reading:
@@ -234,7 +271,7 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         seen: dict[Tap, Tensor] = {}
         hooks = [
-            self._layers[tap].register_forward_pre_hook(_recorder(seen, tap), with_kwargs=True)
+            self._layers[tap].register_forward_pre_hook(recorder(seen, tap), with_kwargs=True)
             for tap in self.taps
             if tap != "final"
         ]
@@ -253,29 +290,3 @@ class Target:
         seen["final"] = final
         features = torch.stack([seen[tap] for tap in self.taps], 2) if self.taps else None
         return final, features
-
-    def _check_exact(self) -> None:
-        """Our attention, masks and stored states must score as the model itself does; raises UserError if they do not.
-
-        This is what catches scaled or capped logits, attention sinks, unusual positions: whatever we do not know about.
-        """
-        text = [1 % self.vocab_size, 2 % self.vocab_size, 3 % self.vocab_size]
-        with torch.inference_mode():
-            with self.stock() as model:
-                expected = model(input_ids=torch.tensor([text], device=self.device), use_cache=False).logits[0]
-            start = self.start([text[:1]], 2).logits[0]
-            tree = torch.tensor([text[1:]], device=self.device)
-            found = torch.cat([start, self.read(TokenTree.chain(tree)).logits[0]])
-        loose = self.model.dtype in (torch.bfloat16, torch.float16)
-        if not torch.allclose(found.float(), expected.float(), rtol=1e-3, atol=0.5 if loose else 1e-3):
-            raise UserError(
-                f"target {self.name} ({type(self.model).__name__}): read in pieces it scores differently from read "
-                "whole (scaled or soft-capped logits, or an unknown kind of attention): decoding would not be exact"
-            )
-
-
-def _recorder(seen: dict[Tap, Tensor], tap: Tap) -> Any:
-    def record(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        seen[tap] = args[0] if args else kwargs["hidden_states"]
-
-    return record

@@ -38,16 +38,22 @@ class DraftModel:
         self.tree = tree or TreeConfig()
         self._capacity = 0
         self._fresh = True
+        self._renewed = torch.zeros(0, dtype=torch.bool)
 
     @property
     def nodes(self) -> int:
         return self.tree.most_nodes
 
-    def reset(self, rows: int, capacity: int) -> None:  # noqa: ARG002
+    def reset(self, rows: int, capacity: int) -> None:
         self._fresh = True
+        self._renewed = torch.zeros(rows, dtype=torch.bool, device=self.model.device)
         self._capacity = capacity + self.tree.most_slots
 
+    def renew(self, rows: Tensor) -> None:
+        self._renewed[rows] = True
+
     def select(self, rows: Tensor) -> None:
+        self._renewed = self._renewed[rows]
         if not self._fresh and len(rows):
             self.model.select(rows)
 
@@ -73,10 +79,13 @@ class DraftModel:
         model, lengths = self.model, context.lengths
         tokens = context.tokens.clamp(max=model.vocab_size - 1)
         rows = torch.arange(len(lengths), device=lengths.device)
+        texts = [row[: length - 1] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         if self._fresh:
-            self._fresh = False
-            prompts = [row[:length] for row, length in zip(tokens.tolist(), (lengths - 1).tolist(), strict=True)]
-            model.start(prompts, self._capacity - min(map(len, prompts)))
+            model.start(texts, self._capacity - min(map(len, texts)), later=None)
+        elif bool(self._renewed.any()):
+            again = self._renewed.nonzero()[:, 0]
+            model.admit(again, [texts[row] for row in again.tolist()])
+        self._fresh, self._renewed = False, torch.zeros_like(self._renewed)
         new = lengths - model.lengths
         at = model.lengths[:, None] + torch.arange(int(new.max()), device=lengths.device)
         chain = TokenTree.chain(tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)))

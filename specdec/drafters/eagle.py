@@ -184,6 +184,9 @@ class Eagle(nn.Module):
     def reset(self, rows: int, capacity: int) -> None:
         self._cache = SlotCache(rows, capacity + self.tree.most_slots)
 
+    def renew(self, rows: Tensor) -> None:
+        """A new text's features overwrite the slots of the old one."""
+
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows)
 
@@ -216,8 +219,9 @@ class Eagle(nn.Module):
         assert context.features is not None
         count = context.features.shape[1]
         starts = context.lengths - 1 - context.counts
-        positions = starts[:, None] + torch.arange(count, device=starts.device)
-        width = self._cache.width(int(positions[:, -1].max()) + 1)
+        # What lies past a row's count is padding: its keys are overwritten before they are seen, or fall off the end.
+        positions = (starts[:, None] + torch.arange(count, device=starts.device)).clamp(max=self._cache.capacity - 1)
+        width = self._cache.width(int(context.lengths.max()))
         mask = torch.arange(width, device=starts.device) <= positions[..., None]
         tokens = read_ahead(context.tokens, starts, count)
         normed, hidden = self._cached(tokens, self.fuse(context.features), positions, positions, mask)

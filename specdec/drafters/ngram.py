@@ -53,6 +53,9 @@ class Ngram:
     def reset(self, rows: int, capacity: int) -> None:
         """Nothing to forget."""
 
+    def renew(self, rows: Tensor) -> None:
+        """Nothing is kept per row."""
+
     def select(self, rows: Tensor) -> None:
         """Nothing is kept per row."""
 

@@ -22,6 +22,9 @@ class Plain:
     def reset(self, rows: int, capacity: int) -> None:
         """Nothing to forget."""
 
+    def renew(self, rows: Tensor) -> None:
+        """Nothing is kept per row."""
+
     def select(self, rows: Tensor) -> None:
         """Nothing is kept per row."""
 
