@@ -1,8 +1,8 @@
 """distill: the target answers the training prompts, in batches; token ids are kept, never text tokenised again.
 
 The features a drafter reads are kept too, when asked for: the target has just computed them to write the answer, so
-they cost nothing now and a whole forward pass later. One shard is one batch of prompts, so an interrupted run goes on
-after the last whole shard, with the same result.
+they cost nothing now and a whole forward pass later. A shard holds the answers to a fixed set of prompts, so an
+interrupted run goes on after the last whole shard, with the same result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.artifact import Stage, write_by, write_text
 from data.prepare import Row
-from specdec.decode import Generation, generate
+from specdec.decode import Generation, stream
 from specdec.drafters.none import Plain
 from specdec.errors import UserError
 from specdec.sampling import Sampling
@@ -36,8 +36,10 @@ class DistillConfig:
     """One answer per prompt for each entry; 0 is greedy."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
-    batch_size: int = 64
-    """Prompts answered at a time."""
+    batch_size: int = 128
+    """Prompts answered at a time; the next one begins as soon as one ends."""
+    shard_size: int = 256
+    """Answers per file; what an interrupt may lose."""
     features: bool = True
     """Keep the features the drafter reads (2 bytes × width × taps a token); false recomputes them in each step."""
     max_tokens: int | None = None
@@ -48,8 +50,9 @@ class DistillConfig:
             raise UserError("distill.temperatures is empty; [0.0] makes one greedy answer per prompt")
         if min(self.temperatures) < 0:
             raise UserError(f"distill.temperatures must be 0 (greedy) or more, got {self.temperatures}")
-        if self.batch_size < 1 or self.max_new_tokens < 1:
-            raise UserError("distill.batch_size and distill.max_new_tokens must be 1 or more")
+        for name in ("batch_size", "shard_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"distill.{name} must be 1 or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,25 @@ def distill(
 
     progress is called with (answers finished, answers in all, tokens so far).
     """
-    jobs = [(row, t) for t in config.temperatures for row in sorted(rows, key=lambda r: len(r.prompt))]
-    batches = [jobs[i : i + config.batch_size] for i in range(0, len(jobs), config.batch_size)]
+    jobs = [(row, t) for t in config.temperatures for row in rows]
     # Spread lengths and temperatures over the run, so that a token limit cuts all alike.
-    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(seed)).tolist()
+    shards = [[jobs[i] for i in order[at : at + config.shard_size]] for at in range(0, len(jobs), config.shard_size)]
     drafter = Plain(taps if config.features else ())
     answered = tokens = stopped = 0
-    for number, index in enumerate(order):
-        batch = batches[index]
+    for number, shard in enumerate(shards):
         path = stage.folder / f"shard-{number:05d}.safetensors"
         if not path.is_file():
             generator = torch.Generator(target.device).manual_seed(seed * 100_003 + number)
-            answers = _answer(config, target, drafter, batch, generator)
-            _write(path, batch, answers, target)
+            before = answered, tokens
+
+            def advance(answers: int, written: int, before: tuple[int, int] = before) -> None:
+                progress(before[0] + answers, len(jobs), before[1] + written)
+
+            _write(path, shard, _answer(config, target, drafter, shard, generator, advance), target)
         size = _sizes(path)
         answered, tokens, stopped = (
-            answered + len(batch),
+            answered + len(shard),
             tokens + size["answer_tokens"],
             stopped + size["stopped"],
         )
@@ -103,18 +109,37 @@ def _answer(
     config: DistillConfig,
     target: Target,
     drafter: Plain,
-    batch: list[tuple[Row, float]],
+    jobs: list[tuple[Row, float]],
     generator: torch.Generator,
+    advance: Callable[[int, int], None],
 ) -> list[Generation]:
+    """Each job's answer. advance is called with (answers finished, tokens written) after each of them."""
     limits = Limits(config.max_new_tokens, target.stop_tokens)
-    answers: list[Generation] = [Generation()] * len(batch)
-    for temperature in sorted({t for _, t in batch}):
-        at = [i for i, (_, t) in enumerate(batch) if t == temperature]
-        prompts = [batch[i][0].prompt for i in at]
-        sampling = Sampling(temperature)
-        out = generate(target, drafter, prompts, limits, sampling, generator, keep_features=config.features)
-        for i, answer in zip(at, out, strict=True):
-            answers[i] = answer
+    answers = [Generation() for _ in jobs]
+    finished = written = 0
+    for temperature in sorted({t for _, t in jobs}):
+        # Long prompts first: none is left to run alone at the end.
+        at = [i for i, (_, t) in enumerate(jobs) if t == temperature]
+        at.sort(key=lambda i: -len(jobs[i][0].prompt))
+        prompts = [jobs[i][0].prompt for i in at]
+        steps = stream(
+            target,
+            drafter,
+            prompts,
+            limits,
+            Sampling(temperature),
+            generator,
+            rows=config.batch_size,
+            keep_features=config.features,
+        )
+        for step in steps:
+            answer = answers[at[step.row]]
+            answer.tokens += step.tokens
+            answer.finish, answer.features = step.finish, step.features
+            written += len(step.tokens)
+            if step.finish:
+                finished += 1
+                advance(finished, written)
     return answers
 
 

@@ -191,7 +191,7 @@ class Rows:
         """Waiting prompts into ended rows; rows for which none is left are dropped first."""
         fresh = ended[: len(self.waiting)]
         if dropped := ended[len(fresh) :]:
-            going = [row for row in range(len(self.active)) if row not in dropped]
+            going = _survivors(len(self.active), set(dropped))
             fresh = [going.index(row) for row in fresh]
             self._select(going)
         if not fresh:
@@ -221,6 +221,13 @@ class Rows:
 
     def _all(self) -> Tensor:
         return torch.arange(len(self.active), device=self.target.device)
+
+
+def _survivors(count: int, dropped: set[int]) -> list[int]:
+    """Rows that stay, the last of them in the holes: large caches then need not be copied."""
+    left = count - len(dropped)
+    behind = [row for row in range(left, count) if row not in dropped]
+    return [row if row not in dropped else behind.pop() for row in range(left)]
 
 
 def _overlaid(features: Tensor, at: Tensor, new: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.errors import UserError
 from specdec.tree import TokenTree
@@ -173,15 +173,32 @@ def _mix(value: int) -> int:
 def pick(probs: Tensor, coins: Tensor) -> Tensor:
     """One token per row by inverse transform: probs [..., V], coins [...] in [0, 1) -> ids [...].
 
-    torch.multinomial draws V exponentials per row, which costs more than a drafting step; sums are in fp64, because
-    fp32 loses tokens below 1e-7.
+    Mass is summed in blocks first, so that only one block is gone through token by token: in fp64, because fp32 loses
+    tokens below 1e-7. (torch.multinomial draws V exponentials per row, which costs more than a drafting step.)
     """
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    total = cumulative[..., -1]
-    # Below the total, so that rounding cannot run past the last token.
-    at = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
-    # right=True: the first index whose cumulative mass exceeds the coin, never a token of probability 0.
-    return torch.searchsorted(cumulative, at[..., None], right=True).squeeze(-1)
+    blocks = probs
+    if probs.shape[-1] % _BLOCK:
+        blocks = nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK))
+    blocks = blocks.unflatten(-1, (-1, _BLOCK))
+    masses = blocks.sum(-1).double()
+    ends = masses.cumsum(-1)
+    at = _below(coins * ends[..., -1], ends[..., -1])[..., None]
+    # right=True: the first place whose cumulative mass exceeds the coin, never one of probability 0.
+    block = torch.searchsorted(ends, at, right=True)
+    mass = masses.gather(-1, block)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, _BLOCK)).squeeze(-2)
+    inside = inside.cumsum(-1, dtype=torch.float64)
+    share = (at - (ends.gather(-1, block) - mass)).clamp(min=0) / mass
+    index = torch.searchsorted(inside, _below(share * inside[..., -1:], inside[..., -1:]), right=True)
+    return (block * _BLOCK + index).squeeze(-1)
+
+
+_BLOCK = 256
+
+
+def _below(value: Tensor, bound: Tensor) -> Tensor:
+    """value, kept below the bound: rounding must not run past the last token that has mass."""
+    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -71,7 +71,18 @@ class LayerSlots(CacheLayerMixin):
             store[1:, :, :count] = store[:1, :, :count]
 
     def select(self, rows: Tensor) -> None:
-        self.keys, self.values = cast(Tensor, self.keys)[rows], cast(Tensor, self.values)[rows]
+        self.keys, self.values = take_rows(cast(Tensor, self.keys), rows), take_rows(cast(Tensor, self.values), rows)
+
+
+def take_rows(store: Tensor, rows: Tensor) -> Tensor:
+    """store[rows], without copying those that stay where they are if the others come from behind the new end."""
+    count = len(rows)
+    moved = (rows != torch.arange(count, device=rows.device)).nonzero()[:, 0]
+    if len(moved) and int(rows[moved].min()) < count:
+        return store[rows]
+    if len(moved):
+        store[moved] = store[rows[moved]]
+    return store[:count]
 
 
 def slot_cache(plan: Plan, layers: int) -> Cache:

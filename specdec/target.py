@@ -24,7 +24,7 @@ from specdec.slots import LayerSlots, Plan, slot_cache
 from specdec.tree import Paths, TokenTree
 
 Tap = int | Literal["final"]
-BUCKET = 64  # attention looks at a whole number of these slots
+BUCKET = 32  # attention looks at a whole number of these slots
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,30 @@ class Target:
     def admit(self, rows: Tensor, prompts: Sequence[Sequence[int]]) -> Reading:
         """Begin other texts in `rows`, some of those given to start() as `later`; returns as start() does."""
         sizes = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        final, features = self._read_text(rows, prompts, self._shared)
-        if features is not None and self._shared:
-            before = cast(Tensor, self._shared_features).expand(len(prompts), -1, -1, -1)
-            features = torch.cat([before, features], 1)
+        lasts, pieces = [], []
+        # A few prompts at a time: their activations stay in a CPU's cache, and fit a GPU's memory.
+        longest = int(sizes.max()) - self._shared
+        together = max(1, (1024 if self.device.type == "cpu" else 16384) // longest)
+        for some in torch.arange(len(prompts), device=self.device).split(together):
+            final, features = self._read_text(rows[some], [prompts[i] for i in some.tolist()], self._shared)
+            lasts.append(final[torch.arange(len(some), device=self.device), sizes[some] - 1 - self._shared])
+            if features is not None:
+                pieces.append(features)
         self.lengths = self.lengths.index_copy(0, rows, sizes)
         self._longest = int(self.lengths.max())
-        last = final[torch.arange(len(prompts), device=self.device), sizes - 1 - self._shared]
-        return Reading(self.head(last)[:, None], features)
+        whole = self._with_shared(pieces, sizes) if pieces else None
+        return Reading(self.head(torch.cat(lasts))[:, None], whole)
+
+    def _with_shared(self, pieces: list[Tensor], sizes: Tensor) -> Tensor:
+        """Features [b, n, S, D] of groups of prompts behind the shared start, as one right-padded [B, P, S, D]."""
+        whole = pieces[0].new_zeros(len(sizes), int(sizes.max()), *pieces[0].shape[2:])
+        if self._shared:
+            whole[:, : self._shared] = cast(Tensor, self._shared_features)
+        row = 0
+        for piece in pieces:
+            whole[row : row + len(piece), self._shared : self._shared + piece.shape[1]] = piece
+            row += len(piece)
+        return whole
 
     def _read_text(self, rows: Tensor, texts: Sequence[Sequence[int]], start: int) -> tuple[Tensor, Tensor | None]:
         """Positions from `start` on of texts that begin in `rows`: final states and features, right-padded."""

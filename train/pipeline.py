@@ -94,13 +94,17 @@ class Run:
             return
         self.log.rewind("distill", -1)
         total = len(rows) * len(self.config.distill.temperatures)
-        start = time.monotonic()
+        start = last = time.monotonic()
         with bar("distill", total, "answer") as progress:
 
             def show(answered: int, _: int, tokens: int) -> None:
+                nonlocal last
+                now = time.monotonic()
+                progress.set_postfix_str(f"{tokens} tokens", refresh=False)
                 progress.update(answered - progress.n)
-                progress.set_postfix_str(f"{tokens} tokens")
-                self.log.record("distill", {"answers": answered, "tokens": tokens, "seconds": time.monotonic() - start})
+                if now - last > 5 or answered == total:
+                    last = now
+                    self.log.record("distill", {"answers": answered, "tokens": tokens, "seconds": now - start})
 
             distill(self.config.distill, self.target, rows, self._taps(), self.config.seed, stage, show)
         say(f"distill   {_counts(stage)}")
