@@ -22,6 +22,7 @@ from data.distill import Text, distill, read_texts
 from data.prepare import load_prompts, prepare, read_rows
 from eval.evaluate import choose, evaluate, settle
 from eval.report import as_text, summarise, table, verdict, write_report
+from specdec import fast
 from specdec.drafter import drafter_module, open_drafter
 from specdec.errors import UserError
 from specdec.export import eagle3
@@ -121,6 +122,8 @@ class Run:
         module = drafter_module(config.kind)
         drafter = module.create(config.model, target, _token_counts(texts, target.vocab_size), generator)
         drafter.tree = config.tree
+        if target.fast_mode != "off":
+            fast.train_fast(drafter)
         objective = objective_module(config.kind).Objective(config.objective, drafter, target)
         torch.set_flush_denormal(True)  # tiny gradients slow a CPU's backward pass twofold
         resume = checkpoint.latest(stage.folder)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
+from specdec import fast
 from specdec.align import Slots, align
 from specdec.drafters.eagle import Eagle
 from specdec.errors import UserError
 from specdec.layers import grouped
 from specdec.target import Target
-from train.losses import Total, loss_named
+from train.losses import Total, head_loss, loss_named
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,20 @@ class EagleObjective:
         assert isinstance(drafter, Eagle)
         own, final = batch.features[:, :, :-1], batch.features[:, :, -1]
         rows, slots = self._unroll(drafter, batch, own, final)
-        # One product with the head for all steps together.
-        log_q = drafter.logits(torch.cat(rows)).log_softmax(-1)
-        p = self._teacher(torch.cat([slot.teacher[slot.scored] for slot in slots])).to(log_q.dtype)
-        losses = self.loss(p, log_q)
-        agree = (log_q.argmax(-1) == p.argmax(-1)).to(losses.dtype)
-        totals: dict[str, Total] = {}
-        weight, start = 0.0, 0
-        total = losses.new_zeros(())
-        for step, row in enumerate(rows):
-            piece = slice(start, start + len(row))
-            start += len(row)
-            share = self.config.decay**step
-            total = total + share * losses[piece].sum()
-            weight += share * len(row)
-            count = torch.tensor(len(row), dtype=torch.float64, device=losses.device)
-            totals[f"accept_{step + 1}"] = Total(agree[piece].sum().detach(), count)
-        return {"loss": Total(total, torch.tensor(weight, dtype=torch.float64, device=losses.device)), **totals}
+        final = torch.cat([slot.teacher[slot.scored] for slot in slots])
+        counts = [len(row) for row in rows]
+        shares = [self.config.decay**step for step in range(len(rows))]
+        weights = torch.cat([final.new_full((n,), share) for n, share in zip(counts, shares, strict=True)])
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        loss, agree = head_loss(
+            torch.cat(rows), drafter.lm_head.weight, weights, lambda piece: self._teacher(final[piece]), self.loss
+        )
+        weight = torch.tensor(sum(n * share for n, share in zip(counts, shares, strict=True)), dtype=torch.float64)
+        totals = {"loss": Total(loss, weight.to(loss.device))}
+        for step, right in enumerate(agree.split(counts)):
+            count = torch.tensor(len(right), dtype=torch.float64, device=loss.device)
+            totals[f"accept_{step + 1}"] = Total(right.sum().to(weights.dtype), count)
+        return totals
 
     def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> tuple[list[Tensor], list[Slots]]:
         if self.config.feature_noise:
@@ -134,7 +132,7 @@ class EagleObjective:
     @torch.no_grad()
     def _teacher(self, final: Tensor) -> Tensor:
         """Target distribution over the draft vocabulary, normalised there and sharpened: [n, D] -> [n, Vd]."""
-        logits = final @ self.teacher_head.T
+        logits = fast.product(final, self.teacher_head)
         return (self.config.teacher_power * logits.to(torch.promote_types(logits.dtype, torch.float32))).softmax(-1)
 
 
