@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -52,20 +53,39 @@ def timed(target: Target, drafter: Drafter, prompt: Sequence[int], limits: Limit
     return Timed(tokens, seconds, generation)
 
 
-@torch.inference_mode()
 def stock_generate(target: Target, prompt: Sequence[int], limits: Limits) -> list[int]:
     """transformers' own greedy decoding of the unmodified model, without the penalties its files may ask for."""
-    ids = torch.tensor([list(prompt)], device=target.device)
-    stops = list(limits.stop_tokens) or None
-    plain = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0] if stops else 0, do_sample=False)
+    return stock_answers(target, [prompt], limits, 1)[0]
+
+
+@torch.inference_mode()
+def stock_answers(
+    target: Target, prompts: Sequence[Sequence[int]], limits: Limits, size: int, **settings: Any
+) -> list[list[int]]:
+    """The same for many prompts, `size` at a time, padded on the left; settings go to `model.generate`."""
+    stops = list(limits.stop_tokens)
+    plain = GenerationConfig(eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0, do_sample=False)
+    answers: list[list[int]] = []
     with target.stock() as model:
         held, model.generation_config = model.generation_config, plain
         try:
-            room = min(limits.max_new_tokens, target.window - len(prompt))
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room)
+            for start in range(0, len(prompts), size):
+                some = prompts[start : start + size]
+                width = max(map(len, some))
+                ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=target.device)
+                mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in some], device=target.device)
+                room = min(limits.max_new_tokens, target.window - width)
+                out = model.generate(ids, attention_mask=mask, max_new_tokens=room, **settings)
+                answers += [_ended(row[width:], limits.stop_tokens) for row in out.tolist()]
         finally:
             model.generation_config = held
-    return out[0, len(prompt) :].tolist()
+    return answers
+
+
+def _ended(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
+    """Up to the first stop token: rows that end early are padded."""
+    at = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
+    return tokens[: at + 1]
 
 
 @dataclass(frozen=True)

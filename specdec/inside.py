@@ -57,3 +57,17 @@ def recorder(seen: dict[Any, Tensor], tap: int) -> Any:
         seen[tap] = args[0] if args else kwargs["hidden_states"]
 
     return record
+
+
+def joined(start: Tensor | None, pieces: Sequence[Tensor], length: int) -> Tensor:
+    """Features [b, n, S, D] of groups of texts, behind a start [1, s, S, D] that all share, as one right-padded
+    [B, length, S, D]."""
+    shared = 0 if start is None else start.shape[1]
+    whole = pieces[0].new_zeros(sum(map(len, pieces)), length, *pieces[0].shape[2:])
+    if start is not None:
+        whole[:, :shared] = start
+    row = 0
+    for piece in pieces:
+        whole[row : row + len(piece), shared : shared + piece.shape[1]] = piece
+        row += len(piece)
+    return whole

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec import attention, fast
 from specdec.check import check_exact
 from specdec.errors import UserError
-from specdec.inside import common_start, decoder_layers, query_heads_per_key, recorder, refuse_unsupported
+from specdec.inside import common_start, decoder_layers, joined, query_heads_per_key, recorder, refuse_unsupported
 from specdec.slots import LayerSlots, Plan, slot_cache
 from specdec.tree import Paths, TokenTree
 
@@ -177,6 +177,7 @@ class Target:
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         self._plan = Plan(len(prompts), -(-(max(sizes) + room) // BUCKET) * BUCKET)
         self._cache = slot_cache(self._plan, self.layers)
+        self._shared_features = None
         self._shared = common_start(everything) if len(everything) > 1 and later is not None else 0
         if self._shared:
             first = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -200,19 +201,8 @@ class Target:
                 pieces.append(features)
         self.lengths = self.lengths.index_copy(0, rows, sizes)
         self._longest = int(self.lengths.max())
-        whole = self._with_shared(pieces, sizes) if pieces else None
+        whole = joined(self._shared_features, pieces, int(sizes.max())) if pieces else None
         return Reading(self.head(torch.cat(lasts))[:, None], whole)
-
-    def _with_shared(self, pieces: list[Tensor], sizes: Tensor) -> Tensor:
-        """Features [b, n, S, D] of groups of prompts behind the shared start, as one right-padded [B, P, S, D]."""
-        whole = pieces[0].new_zeros(len(sizes), int(sizes.max()), *pieces[0].shape[2:])
-        if self._shared:
-            whole[:, : self._shared] = cast(Tensor, self._shared_features)
-        row = 0
-        for piece in pieces:
-            whole[row : row + len(piece), self._shared : self._shared + piece.shape[1]] = piece
-            row += len(piece)
-        return whole
 
     def _read_text(self, rows: Tensor, texts: Sequence[Sequence[int]], start: int) -> tuple[Tensor, Tensor | None]:
         """Positions from `start` on of texts that begin in `rows`: final states and features, right-padded."""

@@ -9,7 +9,7 @@ from specdec import Limits, generate
 from specdec.drafters.none import Plain
 
 ROWS = [Row(f"r{i}", "d", [3 + i, 40, 50 + i][: 1 + i % 3]) for i in range(7)]
-CONFIG = DistillConfig(temperatures=[0.0, 1.0], max_new_tokens=12, batch_size=3)
+CONFIG = DistillConfig(temperatures=[0.0, 1.0], max_new_tokens=12, batch_size=2, shard_size=3)
 
 
 def run(target, folder, config=CONFIG, taps=(1, "final"), progress=lambda *_: None):
@@ -46,7 +46,7 @@ def test_an_interrupted_run_ends_with_the_same_texts(target, tmp_path):
 
     def interrupt(*_):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 8:  # in the third shard
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -59,7 +59,17 @@ def test_an_interrupted_run_ends_with_the_same_texts(target, tmp_path):
     assert all((tmp_path / "cut" / name).stat().st_mtime_ns == when for name, when in written.items())
 
 
+def test_progress_counts_answers_and_tokens_as_they_end(target, tmp_path):
+    seen = []
+    stage, _ = run(target, tmp_path / "d", progress=lambda *values: seen.append(values))
+    assert [answered for answered, _, _ in seen] == sorted(answered for answered, _, _ in seen)
+    assert {total for _, total, _ in seen} == {14}
+    assert seen[-1][0] == 14
+    assert seen[-1][2] == stage.counts["answer_tokens"]
+    assert len({answered for answered, _, _ in seen}) == 14
+
+
 def test_a_token_limit_stops_early(target, tmp_path):
-    config = DistillConfig(temperatures=[0.0], max_new_tokens=12, batch_size=2, max_tokens=10)
+    config = DistillConfig(temperatures=[0.0], max_new_tokens=12, batch_size=2, shard_size=2, max_tokens=10)
     stage, _ = run(target, tmp_path / "d", config)
     assert 10 <= stage.counts["answer_tokens"] <= 10 + 24
