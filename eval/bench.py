@@ -19,6 +19,7 @@ from specdec.stopping import Limits
 
 def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as python -m train does
     parser = argparse.ArgumentParser(
         prog="python -m eval.bench", description="the ratios this project stands for, measured here"
     )
@@ -62,12 +63,14 @@ def _prepare(given: argparse.Namespace) -> tuple[Bench, list[str]]:
         chosen = bundled(domain, "heldout")[: given.repeats + 4]
         return [prompt_ids(target.tokenizer, prompt.messages, prompt.id) for prompt in chosen]
 
+    training = bundled(given.domain, "train")[:256]
+    many = [prompt_ids(target.tokenizer, prompt.messages, prompt.id) for prompt in training]
     others = [one for pair in zip(ids("summarise"), ids("qa"), strict=False) for one in pair]
     threads = torch.get_num_threads()
     device = f"{target.device.type}, {threads} threads, torch {torch.__version__}"
     print(f"{target.model.name_or_path}: {target.model.dtype}, {device}")
     return Bench(
-        target, ids(given.domain), others, Limits(given.tokens, target.stop_tokens), folder, given.repeats
+        target, ids(given.domain), others, many, Limits(given.tokens, target.stop_tokens), folder, given.repeats
     ), sections
 
 

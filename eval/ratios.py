@@ -43,6 +43,8 @@ class Bench:
     prompts: list[Tokens]
     others: list[Tokens]
     """Prompts that quote: summaries and questions about a text, for prompt lookup."""
+    many: list[Tokens]
+    """Training prompts, for batches."""
     limits: Limits
     drafter: Path | None
     repeats: int
@@ -168,14 +170,14 @@ class Bench:
 
     def distil(self) -> None:
         """Tokens per second of answering a set of prompts: ours with refill, generate in batches sorted by length."""
-        prompts = sorted(self.prompts * 8, key=len)[-128:]
+        prompts = sorted(self.many, key=len)
         rates = {}
         start = self._now()
         ours = [g.tokens for g in generate(self.target, Plain(), prompts[::-1], self.limits, rows=128)][::-1]
         rates["ours"] = sum(map(len, ours)) / (self._now() - start)
         print(f"distil: {len(prompts)} prompts; ours, 128 rows: {rates['ours']:.0f} tokens/s")
         for size in (8, 16, 32):
-            some = range(0, len(prompts), max(1, len(prompts) // (4 * size)))
+            some = range(0, len(prompts), max(1, len(prompts) // (2 * size)))
             start = self._now()
             found = stock_answers(self.target, [prompts[i] for i in some], self.limits, size)
             rates[str(size)] = sum(map(len, found)) / (self._now() - start)

@@ -56,7 +56,8 @@ def target_walk(tree: TokenTree, target_probs: Tensor, positions: Tensor, coins:
     path, length = [node], torch.ones_like(rows)
     next_tokens = torch.zeros_like(tree.tokens[:, 0])
     while True:
-        drawn = pick(target_probs[rows, node], coins.flip(positions + length))
+        here = target_probs[:, 0] if tree.nodes == 1 else target_probs[rows, node]
+        drawn = pick(here, coins.flip(positions + length))
         next_tokens = torch.where(alive, drawn, next_tokens)
         child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & alive[:, None]
         alive = child.any(-1)

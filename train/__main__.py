@@ -12,6 +12,7 @@ from typing import Any
 def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand us the exception instead of printing it over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages for weights and caches, where Linux has them
     warnings.filterwarnings("ignore", category=FutureWarning)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts us with it ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -23,7 +23,7 @@ def target():
 
 
 def test_every_section_prints_and_finds_the_texts_identical(target, capsys):
-    made = Bench(target, PROMPTS, PROMPTS, LIMITS, None, 3)
+    made = Bench(target, PROMPTS, PROMPTS, PROMPTS, LIMITS, None, 3)
     for name in SECTIONS:
         getattr(made, name if name != "drafter" else "drafter_")()
     printed = capsys.readouterr().out
