@@ -28,6 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--fast", default="auto", help="as target.fast; graph on a GPU")
     parser.add_argument("--cache", default="runs/targets", help="where dequantised GGUF files are kept")
     parser.add_argument("--run", type=Path, help="a run folder, for its drafter")
     parser.add_argument("--domain", default="maths", help="bundled held-out prompts")
@@ -57,7 +58,7 @@ def _prepare(given: argparse.Namespace) -> tuple[Bench, list[str]]:
         if not found:
             raise UserError(f"--run: {given.run} has no trained drafter (no fit/step-*)")
         folder = found[-1]
-    target = load_target(TargetConfig("bench", given.target, given.dtype, given.device, cache=given.cache))
+    target = load_target(TargetConfig("bench", given.target, given.dtype, given.device, given.fast, given.cache))
 
     def ids(domain: str) -> list[Tokens]:
         chosen = bundled(domain, "heldout")[: given.repeats + 4]

@@ -16,7 +16,7 @@ from data.artifact import write_text
 from data.prepare import Row
 from eval.lossless import divergence
 from eval.speed import timed
-from specdec.adaptive import adaptive
+from specdec.controller import adaptive
 from specdec.cost import Choice, CostTable, Plan, Profile, choices, hardware, plans
 from specdec.decode import generate
 from specdec.drafter import Drafter

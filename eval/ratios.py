@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.speed import ratio, stock_answers
-from specdec.adaptive import adaptive
-from specdec.cost import Profile, choices, plans
+from specdec.controller import adaptive
+from specdec.cost import Plan, Profile, choices, plans
 from specdec.decode import Generation, generate
 from specdec.drafter import open_drafter
 from specdec.drafters.draft_model import DraftModel
@@ -31,7 +31,7 @@ from specdec.stopping import Limits
 from specdec.target import Target
 from specdec.tree import TokenTree
 
-SECTIONS = ("reading", "plain", "drafter", "assisted", "lookup", "useless", "distil", "overhead")
+SECTIONS = ("reading", "plain", "drafter", "assisted", "lookup", "useless", "replay", "distil", "overhead")
 Tokens = list[int]
 
 
@@ -64,10 +64,12 @@ class Bench:
         }
         trees = {n: TokenTree(t.tokens.to(target.device), t.parents.to(target.device)) for n, t in trees.items()}
         seconds: dict[tuple[str, int], list[float]] = {}
+        graphs = target.graphs
         for _ in range(max(5, self.repeats) + 1):
             for mode in ("eager", "fast"):
                 if packed:
                     packed.release() if mode == "eager" else packed.engage()
+                target.graphs = graphs if mode == "fast" else None
                 for n, tree in trees.items():
                     for again in range(4):  # the first one after a change finds its weights in memory only
                         start = self._now()
@@ -137,14 +139,8 @@ class Bench:
 
     def useless(self) -> None:
         """2 000 tokens with a drafter of random weights under the adaptive controller."""
-        counts = torch.ones(self.target.vocab_size, dtype=torch.float64)
-        size = min(4096, self.target.vocab_size)
-        drafter = create(EagleConfig(draft_vocab_size=size), self.target, counts, torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+        drafter = untrained(self.target)
         drafter.tree = TreeConfig(kind="dynamic", depth=5, width=4, nodes=16)
-        drafter = drafter.to(self.target.model.dtype).eval()
         ours = adaptive(drafter, measure(self.target, drafter, self.prompts[0]))
         limits = Limits(250)
         seconds: dict[str, float] = {"adaptive": 0.0, "plain": 0.0}
@@ -165,6 +161,22 @@ class Bench:
         print(
             f"useless drafter, adaptive: {tokens} tokens, {used} rounds drafted, {loss:+.1f} % time; identical: {same}"
         )
+
+    def replay(self) -> None:
+        """What an untrained EAGLE drafter would bring if it accepted as one did elsewhere: 76 % at each position."""
+        drafter = untrained(self.target)
+        drafter.tree = TreeConfig(depth=7)
+        costs = measure(self.target, drafter, self.prompts[0]).entries[0]
+        profile = Profile(8, 7)
+        for accepted in range(8):  # rounds that end after each count, weighed by how often they do
+            share = 0.76**accepted * (0.24 if accepted < 7 else 1.0)
+            for _ in range(round(1000 * share)):
+                profile.add(Plan(8, 7), range(8), range(1, accepted + 1))
+        for choice in choices(plans(drafter.tree), costs, profile)[:3]:
+            print(f"replayed acceptance of .76: {choice}")
+        reads = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in costs.read.items())
+        drafts = ", ".join(f"{d}: {1e3 * seconds:.2f}" for d, seconds in costs.draft.items())
+        print(f"  a round of N tokens, ms: {reads}; drafting K deep: {drafts}")
 
     # -- many at a time ----------------------------------------------------------------------------------------------
 
@@ -256,6 +268,17 @@ class Bench:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def untrained(target: Target) -> Any:
+    """An EAGLE drafter of random weights."""
+    counts = torch.ones(target.vocab_size, dtype=torch.float64)
+    size = min(4096, target.vocab_size)
+    drafter = create(EagleConfig(draft_vocab_size=size), target, counts, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return drafter.to(target.model.dtype).eval()
 
 
 def truncated(model: PreTrainedModel, layers: int) -> PreTrainedModel:

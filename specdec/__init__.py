@@ -3,10 +3,12 @@
 What a user keeps after training. Imports torch, transformers and safetensors and nothing heavier.
 """
 
+from specdec.controller import adaptive
 from specdec.decode import Generation, Round, Step, generate, stream
 from specdec.drafter import open_drafter
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target
+from specdec.planned import measure
 from specdec.sampling import Sampling
 from specdec.search import TreeConfig, best_paths
 from specdec.stopping import Limits
@@ -24,9 +26,11 @@ __all__ = [
     "TokenTree",
     "TreeConfig",
     "UserError",
+    "adaptive",
     "best_paths",
     "generate",
     "load_target",
+    "measure",
     "open_drafter",
     "stream",
 ]

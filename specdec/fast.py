@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MODES = ("auto", "off", "packed")
+MODES = ("auto", "off", "packed", "graph")
 ROWS = (1, 8, 32, 128)
 """Row counts that are measured; what lies between follows the nearest one."""
 WORTHWHILE = 4_000_000  # weights; below this a forward is all overhead

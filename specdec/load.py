@@ -30,7 +30,7 @@ class TargetConfig:
     """auto takes the GPU where there is one."""
     fast: str = "auto"
     """auto packs weights where that was measured to pay (fp32 on a CPU); off reads them as they are; packed also packs
-    small models."""
+    small models; graph records and replays CUDA graphs (GPU only)."""
     cache: str = "runs/targets"
     """Where dequantised GGUF files are kept."""
 
@@ -58,6 +58,8 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
             f"target.source: cannot load '{config.source}': {first} "
             "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
         ) from error
+    if config.fast == "graph" and not device.startswith("cuda"):
+        raise UserError(f"target.fast: graph needs a CUDA device, this one is {device}; use auto")
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:

@@ -30,14 +30,23 @@ class Plan:
 class LayerSlots(CacheLayerMixin):
     """One layer's keys and values, [B, heads, L, d], preallocated on first use."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, old: LayerSlots | None = None) -> None:
         super().__init__()
         self.plan = plan
+        self.whole: tuple[Tensor, Tensor] | None = None
+        """Keys and values as first allocated; select() may leave only a part of them in use."""
+        if old is not None and old.whole is not None:
+            store = old.whole[0]
+            if store.shape[0] >= plan.rows and store.shape[2] >= plan.capacity:
+                self.whole = old.whole
+                self.keys, self.values = (one[: plan.rows] for one in old.whole)
+                self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, capacity = self.plan.rows, self.plan.capacity
         self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
         self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.whole = self.keys, self.values
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -85,6 +94,13 @@ def take_rows(store: Tensor, rows: Tensor) -> Tensor:
     return store[:count]
 
 
-def slot_cache(plan: Plan, layers: int) -> Cache:
-    """An empty cache of `layers` layers that follows `plan`."""
-    return Cache(layers=[LayerSlots(plan) for _ in range(layers)])
+def slot_cache(plan: Plan, layers: int, old: Cache | None = None) -> Cache:
+    """A cache of `layers` layers that follows `plan`, in the memory of an old one where that is large enough."""
+    before: list[Any] = list(old.layers) if old is not None and len(old.layers) == layers else [None] * layers
+    return Cache(layers=[LayerSlots(plan, layer) for layer in before])
+
+
+def place_of(cache: Cache) -> tuple[int, int]:
+    """Where in memory the cache lies, and how many rows of it are in use: what a recorded pass depends on."""
+    keys = cast(Tensor, cast(LayerSlots, cache.layers[0]).keys)
+    return keys.data_ptr(), keys.shape[0]

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec import attention, fast
 from specdec.check import check_exact
 from specdec.errors import UserError
+from specdec.facts import Facts
+from specdec.graphs import Graphs
 from specdec.inside import common_start, decoder_layers, joined, query_heads_per_key, recorder, refuse_unsupported
-from specdec.slots import LayerSlots, Plan, slot_cache
+from specdec.slots import LayerSlots, Plan, place_of, slot_cache
 from specdec.tree import Paths, TokenTree
 
 Tap = int | Literal["final"]
@@ -35,7 +37,7 @@ class Reading:
     features: Tensor | None
 
 
-class Target:
+class Target(Facts):
     """A causal LM that reads token trees.
 
     lengths [B]: positions read and kept, per row. Use: start(prompts) once, then read(trees) and keep(paths) in turns.
@@ -64,74 +66,10 @@ class Target:
         model.set_attn_implementation(attention.NAME)
         self.fast_mode = fast_mode
         self.packed = fast.pack(model, fast_mode)
+        # Fewer shapes where each is recorded.
+        self._bucket = BUCKET if fast_mode != "graph" else 8 * BUCKET
+        self.graphs = Graphs() if fast_mode == "graph" else None
         check_exact(self)
-
-    # -- what the model is -------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def width(self) -> int:
-        return self.model.config.hidden_size
-
-    @property
-    def layers(self) -> int:
-        return self.model.config.num_hidden_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.vocab_size
-
-    @property
-    def window(self) -> int:
-        """Longest context the model was made for, in tokens."""
-        return self.model.config.max_position_embeddings
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end an answer: the generation config's, and the tokenizer's own end token."""
-        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
-        return tuple(sorted(found))
-
-    @property
-    def special_tokens(self) -> tuple[int, ...]:
-        """Ids an answer can contain that no text does: the stop tokens and the tokenizer's special ones."""
-        special = self.tokenizer.all_special_ids if self.tokenizer is not None else []
-        return tuple(sorted({*self.stop_tokens, *special}))
-
-    @property
-    def embedding(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def head(self, final: Tensor) -> Tensor:
-        """Normed final states [..., D] to logits [..., V]."""
-        return self.model.get_output_embeddings()(final)
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the output matrix: ids [n] -> [n, D]."""
-        return self.model.get_output_embeddings().weight[ids.to(self.device)]
-
-    def final_norm(self) -> Tensor:
-        """Weight of the norm before the head, [D]; ones where the model has none by that name."""
-        norms = [
-            m for name, m in self.model.base_model.named_children() if name in ("norm", "final_layer_norm", "ln_f")
-        ]
-        return cast(Tensor, norms[0].weight) if norms else torch.ones(self.width, device=self.device)
-
-    @property
-    def head_dim(self) -> int:
-        config = self.model.config
-        return config.to_dict().get("head_dim") or self.width // config.num_attention_heads
-
-    @property
-    def rope_theta(self) -> float:
-        config = self.model.config.to_dict()
-        return float((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[PreTrainedModel]:
@@ -175,8 +113,8 @@ class Target:
         self.taps = taps
         self.session = object()
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
-        self._plan = Plan(len(prompts), -(-(max(sizes) + room) // BUCKET) * BUCKET)
-        self._cache = slot_cache(self._plan, self.layers)
+        self._plan = Plan(len(prompts), -(-(max(sizes) + room) // self._bucket) * self._bucket)
+        self._cache = slot_cache(self._plan, self.layers, self._cache if self.graphs else None)
         self._shared_features = None
         self._shared = common_start(everything) if len(everything) > 1 and later is not None else 0
         if self._shared:
@@ -211,7 +149,7 @@ class Target:
         for row, text in enumerate(texts):
             tokens[row, : len(text) - start] = torch.as_tensor(text[start:])
         position = torch.arange(start, longest, device=self.device).expand(len(texts), -1)
-        visible = min(-(-longest // BUCKET) * BUCKET, self._plan.capacity)
+        visible = min(-(-longest // self._bucket) * self._bucket, self._plan.capacity)
         mask = torch.arange(visible, device=self.device) <= position[..., None]
         self._plan.slots, self._plan.visible = position, visible
         # All rows in their order are read in place, without copying the cache.
@@ -230,13 +168,21 @@ class Target:
         count = trees.nodes
         if self._longest + count > self._plan.capacity:
             raise ValueError(f"{count} nodes after {self._longest} positions exceed {self._plan.capacity} slots")
-        visible = min(-(-(self._longest + count) // BUCKET) * BUCKET, self._plan.capacity)
+        visible = min(-(-(self._longest + count) // self._bucket) * self._bucket, self._plan.capacity)
         slots = self.lengths[:, None] + torch.arange(start, count, device=self.device)
         # A guess past the window is never kept; learned positions end there.
         positions = (self.lengths[:, None] + trees.depths()).clamp(max=self.window - 1)
         mask = trees.visible(self.lengths, visible, start)
-        self._plan.slots, self._plan.visible = slots, visible
-        final, features = self._forward(trees.tokens[:, start:], positions[:, start:], mask)
+        inputs = (trees.tokens[:, start:], positions[:, start:], mask, slots)
+
+        def forward(tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+            self._plan.slots, self._plan.visible = slots, visible
+            return self._forward(tokens, positions, mask)
+
+        if self.graphs is None:
+            final, features = forward(*inputs)
+        else:
+            final, features = self.graphs.run((self.taps, *place_of(self._cache), visible), inputs, forward)
         return Reading(self.head(final), features)
 
     @torch.inference_mode()

@@ -164,7 +164,8 @@ class Run:
             calibration = [row for row in held_out if row.domain in own]
             setting = settle(self.target, self._drafter(fitted), calibration, rows, config.eval, stage.folder)
             for choice in setting.considered[:1]:
-                say(f"evaluate  plan: {choice}, of {len(setting.considered)} considered")
+                instead = f"; measured with {setting.plan}" if choice.plan.off else ""
+                say(f"evaluate  plan: {choice}, of {len(setting.considered)} considered{instead}")
             with bar("evaluate", len(rows), "prompt") as progress:
                 for record in evaluate(self.target, setting.drafter, rows, config.eval, stage.folder):
                     records.append(record)

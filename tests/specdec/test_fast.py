@@ -106,5 +106,5 @@ def test_a_wrong_operator_is_not_used(monkeypatch):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(UserError, match=r"target\.fast: 'quick' is not one of auto, off, packed"):
+    with pytest.raises(UserError, match=r"target\.fast: 'quick' is not one of auto, off, packed, graph"):
         TargetConfig("t", "somewhere", fast="quick")

@@ -8,7 +8,7 @@ from makers import DRAFTERS
 from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Limits, Sampling, Target, TreeConfig, generate
-from specdec.adaptive import AdaptiveConfig, Controller, adaptive
+from specdec.controller import AdaptiveConfig, Controller, adaptive
 from specdec.cost import OFF, Costs, CostTable, Plan, plans
 from specdec.drafters.none import Plain
 from specdec.planned import Planned, measure, rota_of

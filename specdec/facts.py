@@ -1,0 +1,81 @@
+"""What a target is: sizes, window, stop tokens, and the parts of it that drafters borrow."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class Facts:
+    """Read off the model and its tokenizer; the base of Target."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def width(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Longest context the model was made for, in tokens."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end an answer: the generation config's, and the tokenizer's own end token."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(found))
+
+    @property
+    def special_tokens(self) -> tuple[int, ...]:
+        """Ids an answer can contain that no text does: the stop tokens and the tokenizer's special ones."""
+        special = self.tokenizer.all_special_ids if self.tokenizer is not None else []
+        return tuple(sorted({*self.stop_tokens, *special}))
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def head(self, final: Tensor) -> Tensor:
+        """Normed final states [..., D] to logits [..., V]."""
+        return self.model.get_output_embeddings()(final)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output matrix: ids [n] -> [n, D]."""
+        return self.model.get_output_embeddings().weight[ids.to(self.device)]
+
+    def final_norm(self) -> Tensor:
+        """Weight of the norm before the head, [D]; ones where the model has none by that name."""
+        norms = [
+            m for name, m in self.model.base_model.named_children() if name in ("norm", "final_layer_norm", "ln_f")
+        ]
+        return cast(Tensor, norms[0].weight) if norms else torch.ones(self.width, device=self.device)
+
+    @property
+    def head_dim(self) -> int:
+        config = self.model.config
+        return config.to_dict().get("head_dim") or self.width // config.num_attention_heads
+
+    @property
+    def rope_theta(self) -> float:
+        config = self.model.config.to_dict()
+        return float((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
