@@ -153,7 +153,7 @@ class Target(Facts):
         mask = torch.arange(visible, device=self.device) <= position[..., None]
         self._plan.slots, self._plan.visible = position, visible
         # All rows in their order are read in place, without copying the cache.
-        self._plan.only = None if len(rows) == self._plan.rows else rows
+        self._plan.only = None if torch.equal(rows, torch.arange(self._plan.rows, device=rows.device)) else rows
         try:
             return self._forward(tokens.to(self.device), position, mask)
         finally:

@@ -195,10 +195,10 @@ class Eagle(nn.Module):
         """A tree grown from the last true feature. Raises ValueError without features."""
         if context.features is None:
             raise ValueError("EAGLE needs the target's features")
-        normed, hidden = self._catch_up(context)
+        longest = int(context.lengths.max()) - 1  # the only number that has to come from the device
+        normed, hidden = self._catch_up(context, longest + 1)
         # The root's slot is that of the last true feature; node n lies n behind it.
         base = context.lengths - 2
-        longest = int(base.max()) + 1
 
         def expand(tree: TokenTree, start: int) -> Tensor:
             nonlocal hidden
@@ -214,14 +214,14 @@ class Eagle(nn.Module):
 
         return grow(self.tree, context, expand, sampling, generator, self.draft_ids, self.shape.vocab_size)
 
-    def _catch_up(self, context: Context) -> tuple[Tensor, Tensor]:
+    def _catch_up(self, context: Context, end: int) -> tuple[Tensor, Tensor]:
         """Run over the new true features; output and next feature of each row's last one, [B, 1, D]."""
         assert context.features is not None
         count = context.features.shape[1]
         starts = context.lengths - 1 - context.counts
         # What lies past a row's count is padding: its keys are overwritten before they are seen, or fall off the end.
         positions = (starts[:, None] + torch.arange(count, device=starts.device)).clamp(max=self._cache.capacity - 1)
-        width = self._cache.width(int(context.lengths.max()))
+        width = self._cache.width(end)
         mask = torch.arange(width, device=starts.device) <= positions[..., None]
         tokens = read_ahead(context.tokens, starts, count)
         normed, hidden = self._cached(tokens, self.fuse(context.features), positions, positions, mask)

@@ -7,7 +7,7 @@ import torch
 from makers import DRAFTERS
 from tiny import tiny_model, tiny_tokenizer
 
-from specdec import Limits, Sampling, Target, UserError, generate, stream
+from specdec import Limits, Sampling, Target, TokenTree, UserError, generate, stream
 from specdec.drafters.none import Plain
 
 PREFIX = [7, 3, 9, 250, 11, 40, 41, 42, 43, 44]
@@ -85,3 +85,16 @@ def test_min_new_tokens_and_one_token_answers(target):
 def test_rows_must_be_positive(target):
     with pytest.raises(UserError, match="rows must be 1 or more"):
         generate(target, Plain(), PROMPTS, STOPS, rows=0)
+
+
+def test_texts_can_be_admitted_in_any_order(target):
+    """All rows at once, permuted: each text goes where it was sent."""
+    target.start(PROMPTS[:3], 8, (), PROMPTS[3:])
+    logits = target.admit(torch.tensor([2, 0, 1]), PROMPTS[3:6]).logits
+    assert target.lengths.tolist() == [len(PROMPTS[4]), len(PROMPTS[5]), len(PROMPTS[3])]
+    tree = TokenTree.chain(torch.tensor([[5], [6], [7]]))
+    found = target.read(tree).logits
+    alone = [target.start([p], 8).logits for p in PROMPTS[3:6]]
+    assert torch.allclose(logits, torch.cat(alone), atol=1e-10)
+    for row, (prompt, token) in enumerate([(PROMPTS[4], 5), (PROMPTS[5], 6), (PROMPTS[3], 7)]):
+        assert torch.allclose(found[row, 0], target.start([[*prompt, token]], 8).logits[0, 0], atol=1e-10)
