@@ -52,6 +52,8 @@ def _prepare(given: argparse.Namespace) -> tuple[Bench, list[str]]:
     sections = given.only.split(",")
     if unknown := [name for name in sections if name not in SECTIONS]:
         raise UserError(f"--only: '{unknown[0]}' is not one of {', '.join(SECTIONS)}")
+    if given.repeats < 1 or given.tokens < 2:
+        raise UserError("--repeats must be 1 or more and --tokens 2 or more")
     folder = None
     if given.run is not None:
         found = sorted(given.run.glob("fit/step-*"), key=lambda path: int(path.name.removeprefix("step-")))

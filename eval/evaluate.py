@@ -45,8 +45,8 @@ class EvalConfig:
     """auto: the part of drafter.tree that was measured to pay most; tree: drafter.tree as it is; adaptive: the online
     controller, which may change it every round."""
     calibrate: int = 4
-    """auto: held-out prompts of the trained domains from which acceptance is taken, others than the measured ones where
-    there are as many."""
+    """auto: held-out prompts of the trained domains from which acceptance is taken; others than the measured ones where
+    there are any."""
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
@@ -105,7 +105,7 @@ def settle(
     if not path.is_file():
         profile = Profile(whole.nodes, whole.depth)
         pool = [row for row in held_out if row not in measured]
-        pool = pool if len(pool) >= config.calibrate else held_out
+        pool = pool or held_out
         limits = Limits(config.max_new_tokens, target.stop_tokens)
         for row in pool[: config.calibrate]:
             for one in generate(target, drafter, [row.prompt], limits)[0].rounds:

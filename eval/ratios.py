@@ -101,7 +101,8 @@ class Bench:
             for one in generate(self.target, drafter, [prompt], self.limits)[0].rounds:
                 profile.add(plans(whole)[-1], one.depths, one.path)
         best = choices(plans(whole), costs, profile)[0]
-        drafter.tree = whole.limited(best.plan.nodes, best.plan.depth) if not best.plan.off else whole
+        plan = Plan(whole.most_nodes, whole.longest) if best.plan.off else best.plan
+        drafter.tree = whole.limited(plan.nodes, plan.depth)
         print(f"drafter: plan {best}, chosen on the last 4 prompts, which are not measured")
         rounds: list[Any] = []
         ours = self._ours(drafter, rounds)
@@ -109,8 +110,8 @@ class Bench:
             {"ours, drafter": ours, "ours, plain": self._ours(Plain()), "model.generate": self._stock()},
             self.prompts[:-4],
         )
-        tau = sum(r.emitted for r in rounds) / len(rounds)
-        print(f"  tau {tau:.2f}, predicted {costs.speedup(best.plan, tau):.2f}x over plain")
+        tau = sum(r.emitted for r in rounds) / max(1, len(rounds))
+        print(f"  tau {tau:.2f}, predicted {costs.speedup(plan, tau):.2f}x over plain")
 
     def assisted(self) -> None:
         """A draft model that needs no training: the target's own first layers."""

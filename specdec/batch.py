@@ -93,7 +93,7 @@ class Rows:
 
     def first(self) -> list[Step]:
         """The tokens that the prompts' own reading gives."""
-        return self._begin(self._all(), self.reading.logits, self.reading.features)
+        return self._refilled(*self._begin(self._all(), self.reading.logits, self.reading.features))
 
     def round(self, rule: AcceptanceRule, drafting: torch.Generator | None) -> list[Step]:
         """Propose, read, accept, keep."""
@@ -102,6 +102,8 @@ class Rows:
         begun = time.perf_counter()
         context = Context(self.tokens, self.lengths, self.features, self.counts)
         tree = self._clip(self.drafter.propose(context, self.sampling, drafting))
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()  # or the drafter's work would be counted as reading
         drafted = time.perf_counter()
         reading = self.target.read(tree)
         verdict = rule(tree, self._probs(reading.logits, tree, self._all()), self.target.lengths, self.coins)
@@ -114,9 +116,9 @@ class Rows:
         seconds = drafted - begun, time.perf_counter() - drafted
         records = [(tuple(row[: tree.nodes]), tuple(row[tree.nodes + 1 :]), *seconds) for row in places]
         run, counts = _run(tree, verdict)
-        return self._emit(self._all(), run, counts, records)
+        return self._refilled(*self._emit(self._all(), run, counts, records))
 
-    def _begin(self, at: Tensor, logits: Tensor, features: Tensor | None) -> list[Step]:
+    def _begin(self, at: Tensor, logits: Tensor, features: Tensor | None) -> tuple[list[Step], list[int]]:
         """Rows `at` hold prompts that were just read: their texts, features and first tokens."""
         prompts = [self.active[row] for row in at.tolist()]
         for row, prompt in zip(at.tolist(), prompts, strict=True):
@@ -160,8 +162,8 @@ class Rows:
         run: Tensor,
         counts: Tensor,
         records: Sequence[tuple[tuple[int, ...], tuple[int, ...], float, float] | None],
-    ) -> list[Step]:
-        """Append a run to each of rows `at`, cut where it ends; rows that end give way to waiting prompts, or go.
+    ) -> tuple[list[Step], list[int]]:
+        """Append a run to each of rows `at`, cut where it ends; also the rows that ended.
 
         records: per row the depths of its tree's nodes, its accepted path, and seconds of drafting and reading.
         """
@@ -185,9 +187,16 @@ class Rows:
                     features = torch.cat(self.kept[prompt])[:read_positions]
                     self.kept[prompt] = []
             steps.append(Step(prompt, taken, record, stopper.finish, features))
-        return steps + (self._replace(ended) if ended else [])
+        return steps, ended
 
-    def _replace(self, ended: list[int]) -> list[Step]:
+    def _refilled(self, steps: list[Step], ended: list[int]) -> list[Step]:
+        """Let waiting prompts take the ended rows' places, and those of the prompts that end on their first token."""
+        while ended:
+            more, ended = self._replace(ended)
+            steps += more
+        return steps
+
+    def _replace(self, ended: list[int]) -> tuple[list[Step], list[int]]:
         """Waiting prompts into ended rows; rows for which none is left are dropped first."""
         fresh = ended[: len(self.waiting)]
         if dropped := ended[len(fresh) :]:
@@ -195,7 +204,7 @@ class Rows:
             fresh = [going.index(row) for row in fresh]
             self._select(going)
         if not fresh:
-            return []
+            return [], []
         prompts = [self.waiting.popleft() for _ in fresh]
         at = torch.tensor(fresh, device=self.tokens.device)
         for row, prompt in zip(fresh, prompts, strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from specdec.fast import processor
 from specdec.search import TreeConfig
 from specdec.target import Target
 
@@ -39,7 +39,7 @@ class Plan:
     def __str__(self) -> str:
         if self.off:
             return "off"
-        return f"chain {self.depth}" if self.nodes == self.depth + 1 else f"{self.nodes} nodes, {self.depth} deep"
+        return f"{self.nodes} nodes, {self.depth} deep"
 
 
 OFF = Plan()
@@ -126,10 +126,10 @@ class CostTable:
 def hardware(target: Target, drafter: Any) -> dict[str, Any]:
     """What measured costs are valid for: the machine, the libraries and the two models."""
     device = target.device
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     config = target.model.config
     return {
-        "processor": processor,
+        "processor": chip,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "target": [type(target.model).__name__, config.num_hidden_layers, target.width, target.vocab_size],
@@ -138,14 +138,6 @@ def hardware(target: Target, drafter: Any) -> dict[str, Any]:
         "drafter": type(drafter).__name__,
         "tree": asdict(drafter.tree),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 class Profile:

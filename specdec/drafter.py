@@ -117,5 +117,5 @@ def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype | None =
         raise UserError(f"{folder / WEIGHTS}: tensor '{wrong}' is missing, unknown or of another shape")
     drafter.load_state_dict(state)
     drafter = drafter.to(device=target.device, dtype=dtype or target.model.dtype).eval()
-    fast.pack(drafter, target.fast_mode)
+    fast.pack(drafter, target.fast_mode, target.packing)
     return drafter

@@ -12,6 +12,10 @@ oneDNN does not.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import os
+import platform
 import statistics
 import time
 from collections import Counter
@@ -95,13 +99,14 @@ class Packed:
         return f"{self.kind} packed weights ({', '.join(parts)})"
 
 
-def pack(module: nn.Module, mode: str = "auto") -> Packed | None:
+def pack(module: nn.Module, mode: str = "auto", memory: Path | None = None) -> Packed | None:
     """Pack the linear layers of a module in fp32 on the CPU and engage them; None where that brings nothing.
 
-    auto leaves small modules alone, and those whose packed copy would take more than half of the free memory.
+    auto leaves small modules alone, and those whose packed copy would take more than half of the free memory. memory: a
+    file in which what was measured is kept, per machine and shapes: the next run chooses, and rounds, the same.
     """
     layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
-    if mode == "off" or not layers:
+    if mode in ("off", "graph") or not layers:
         return None
     weights = [layer.weight for layer in layers]
     if any(weight.device.type != "cpu" or weight.dtype != torch.float32 for weight in weights):
@@ -109,8 +114,17 @@ def pack(module: nn.Module, mode: str = "auto") -> Packed | None:
     count = sum(weight.numel() for weight in weights)
     if mode == "auto" and (count < WORTHWHILE or 4 * count > _free_memory() / 2):
         return None
-    with torch.inference_mode():
-        kind, seconds = _measure(layers)
+    known = _remembered(memory)
+    key = _key(layers)
+    if key not in known:
+        with torch.inference_mode():
+            known[key] = list(_measure(layers))
+        if memory is not None:
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            part = memory.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(known, indent=2) + "\n")
+            part.replace(memory)
+    kind, seconds = known[key]
     if kind == "plain":
         return None
     chosen = [1.1 * packed < plain for plain, packed in zip(seconds["plain"], seconds[kind], strict=True)]
@@ -118,6 +132,28 @@ def pack(module: nn.Module, mode: str = "auto") -> Packed | None:
     packed.layers = [(layer, _forward(layer, _KINDS[kind](layer), chosen)) for layer in layers]
     packed.engage()
     return packed
+
+
+def _remembered(memory: Path | None) -> dict[str, Any]:
+    try:
+        return json.loads(memory.read_text()) if memory is not None else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _key(layers: list[nn.Linear]) -> str:
+    shapes = Counter(tuple(layer.weight.shape) for layer in layers)
+    parts = [processor(), torch.get_num_threads(), torch.__version__, sorted(shapes.items())]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def processor() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _forward(layer: nn.Linear, multiply: _OneDNN | _MKL, chosen: list[bool]) -> Multiply:

@@ -32,7 +32,7 @@ class TargetConfig:
     """auto packs weights where that was measured to pay (fp32 on a CPU); off reads them as they are; packed also packs
     small models; graph records and replays CUDA graphs (GPU only)."""
     cache: str = "runs/targets"
-    """Where dequantised GGUF files are kept."""
+    """Where dequantised GGUF files and what was measured of packed weights are kept."""
 
     def __post_init__(self) -> None:
         known = ("float64", "float32", "bfloat16", "float16")
@@ -64,4 +64,4 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device: cannot use '{device}': {str(error).splitlines()[0]}") from error
-    return Target(model, tokenizer, config.name, config.fast)
+    return Target(model, tokenizer, config.name, config.fast, Path(config.cache) / "packing.json")

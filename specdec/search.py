@@ -72,7 +72,8 @@ class TreeConfig:
             return replace(
                 self, depth=depth, paths=[list(p) for p in closed(self.paths) if len(p) <= depth][: nodes - 1]
             )
-        return replace(self, depth=depth, nodes=min(nodes, self.nodes))
+        most = 1 + self.width + (depth - 1) * self.width**2  # all that are scored
+        return replace(self, depth=depth, nodes=min(nodes, self.nodes, most))
 
 
 def closed(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -100,7 +100,8 @@ def slot_cache(plan: Plan, layers: int, old: Cache | None = None) -> Cache:
     return Cache(layers=[LayerSlots(plan, layer) for layer in before])
 
 
-def place_of(cache: Cache) -> tuple[int, int]:
-    """Where in memory the cache lies, and how many rows of it are in use: what a recorded pass depends on."""
-    keys = cast(Tensor, cast(LayerSlots, cache.layers[0]).keys)
-    return keys.data_ptr(), keys.shape[0]
+def place_of(cache: Cache) -> tuple[tuple[int, ...], ...]:
+    """Where in memory every layer lies and how it is laid out: what a recorded pass depends on."""
+    layers = cast("list[LayerSlots]", cache.layers)
+    stores = [cast(Tensor, store) for layer in layers for store in (layer.keys, layer.values)]
+    return tuple((store.data_ptr(), *store.shape, *store.stride()) for store in stores)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -44,7 +45,12 @@ class Target(Facts):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any = None, name: str = "target", fast_mode: str = "auto"
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        name: str = "target",
+        fast_mode: str = "auto",
+        packing: Path | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -64,8 +70,8 @@ class Target(Facts):
         self._layers = decoder_layers(model)
         self._share = query_heads_per_key(model)
         model.set_attn_implementation(attention.NAME)
-        self.fast_mode = fast_mode
-        self.packed = fast.pack(model, fast_mode)
+        self.fast_mode, self.packing = fast_mode, packing
+        self.packed = fast.pack(model, fast_mode, packing)
         # Fewer shapes where each is recorded.
         self._bucket = BUCKET if fast_mode != "graph" else 8 * BUCKET
         self.graphs = Graphs() if fast_mode == "graph" else None
@@ -115,6 +121,8 @@ class Target(Facts):
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         self._plan = Plan(len(prompts), -(-(max(sizes) + room) // self._bucket) * self._bucket)
         self._cache = slot_cache(self._plan, self.layers, self._cache if self.graphs else None)
+        if self.graphs and not all(layer.is_initialized for layer in self._cache.layers):
+            self.graphs.known.clear()  # they wrote to memory that is gone
         self._shared_features = None
         self._shared = common_start(everything) if len(everything) > 1 and later is not None else 0
         if self._shared:

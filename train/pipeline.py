@@ -211,6 +211,7 @@ class Run:
 
     def _settings(self, name: str) -> dict[str, Any]:
         config = self.config
+        fast = {"target.fast": config.target.fast}  # it rounds in another order
         if name == "prepare":
             return {
                 "data": asdict(config.data) | {"prompts": self._prompts},
@@ -218,12 +219,12 @@ class Run:
             }
         if name == "distill":
             taps = {"drafter.model.taps": asdict(config.model).get("taps")}
-            return {"distill": asdict(config.distill), "drafter.kind": config.kind, "seed": config.seed} | taps
+            return {"distill": asdict(config.distill), "drafter.kind": config.kind, "seed": config.seed, **fast} | taps
         if name == "fit":
             drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
-            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed}
+            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed, **fast}
         if name == "evaluate":
-            return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree)}
+            return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree), **fast}
         return {"export": asdict(config.export)}
 
     def _inputs(self, name: str) -> dict[str, str]:

@@ -79,12 +79,19 @@ class DraftModel:
         model, lengths = self.model, context.lengths
         tokens = context.tokens.clamp(max=model.vocab_size - 1)
         rows = torch.arange(len(lengths), device=lengths.device)
-        texts = [row[: length - 1] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+
+        def text_of(row: int) -> list[int]:
+            return tokens[row, : int(lengths[row]) - 1].tolist()
+
         if self._fresh:
+            texts = [text_of(row) for row in rows.tolist()]
             model.start(texts, self._capacity - min(map(len, texts)), later=None)
-        elif bool(self._renewed.any()):
+        elif int(model.lengths.max() + (lengths - model.lengths).max()) > self._capacity:
+            # One row far behind, another near the end: catching up would not fit, so the first is read afresh.
+            self._renewed |= (lengths - model.lengths) > self.tree.most_slots
+        if bool(self._renewed.any()) and not self._fresh:
             again = self._renewed.nonzero()[:, 0]
-            model.admit(again, [texts[row] for row in again.tolist()])
+            model.admit(again, [text_of(row) for row in again.tolist()])
         self._fresh, self._renewed = False, torch.zeros_like(self._renewed)
         new = lengths - model.lengths
         at = model.lengths[:, None] + torch.arange(int(new.max()), device=lengths.device)

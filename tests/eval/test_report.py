@@ -32,7 +32,7 @@ def test_trained_domains_first_and_ratios_as_measured(tmp_path):
     assert z["speedup_over_plain"]["median"] == 2.0
     assert z["speedup_over_transformers"]["median"] == 3.0
     assert z["predicted_speedup"] == pytest.approx(3 * 20 / 28)
-    assert z["plan"] == "chain 3"
+    assert z["plan"] == "4 nodes, 3 deep"
     rows = table(summary)
     assert rows[2][0] == "a (transfer)"
     assert "2.00x" in as_text(rows)
@@ -54,4 +54,4 @@ def test_where_speculation_does_not_pay_the_plan_is_off():
     assert domain["plan"] == "off"
     assert domain["predicted_speedup"] == pytest.approx(20 / 28)
     shallow = record("a") | {"rounds": [[3, 1, 2, 3, [0, 1, 2, 3], [1], 4.0, 24.0]] * 4}
-    assert summarise([shallow], ["a"], SETTING)["domains"]["a"]["plan"] == "chain 1"
+    assert summarise([shallow], ["a"], SETTING)["domains"]["a"]["plan"] == "2 nodes, 1 deep"

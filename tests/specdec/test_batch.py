@@ -98,3 +98,10 @@ def test_texts_can_be_admitted_in_any_order(target):
     assert torch.allclose(logits, torch.cat(alone), atol=1e-10)
     for row, (prompt, token) in enumerate([(PROMPTS[4], 5), (PROMPTS[5], 6), (PROMPTS[3], 7)]):
         assert torch.allclose(found[row, 0], target.start([[*prompt, token]], 8).logits[0, 0], atol=1e-10)
+
+
+def test_hundreds_of_one_token_answers_in_one_row(target):
+    prompts = [[3 + i % 200] for i in range(400)]
+    found = generate(target, Plain(), prompts, Limits(1), rows=1)
+    assert found[0].tokens == found[200].tokens
+    assert all(len(g.tokens) == 1 for g in found)

@@ -96,6 +96,19 @@ def test_what_is_chosen_is_what_was_faster():
     assert packed.kind in packed.describe()
 
 
+def test_what_was_measured_is_kept_and_used_again(tmp_path, monkeypatch):
+    memory = tmp_path / "deep" / "packing.json"
+    fast.pack(nn.Linear(512, 512), "packed", memory)
+    assert memory.is_file()
+    monkeypatch.setattr(fast, "_measure", lambda _: pytest.fail("measured again"))
+    fast.pack(nn.Linear(512, 512), "packed", memory)
+    with pytest.raises(pytest.fail.Exception):
+        fast.pack(nn.Linear(512, 256), "packed", memory)
+    memory.write_text("{ cut off")
+    with pytest.raises(pytest.fail.Exception):
+        fast.pack(nn.Linear(512, 512), "packed", memory)
+
+
 def test_a_wrong_operator_is_not_used(monkeypatch):
     class Wrong(fast._OneDNN):
         def __call__(self, x):

@@ -168,3 +168,24 @@ def test_adaptive_decoding_is_exact_and_serves_one_request_after_the_other(targe
     for _ in range(3):
         expected = [g.tokens for g in generate(target, Plain(), PROMPTS, LIMITS)]
         assert [g.tokens for g in generate(target, ours, PROMPTS, LIMITS)] == expected
+
+
+@pytest.mark.parametrize("name", ["draft_model-chain", "draft_model-dynamic", "eagle-dynamic"])
+def test_rows_that_were_off_for_long_beside_fresh_ones(target, name):
+    """A row far behind and another with a long prompt: what is caught up must fit, and stay exact."""
+
+    class Late(Shuffled):
+        turn = 0
+
+        def next(self, rows, context):  # noqa: ARG002
+            self.turn += 1
+            return Plan(4, 3) if self.turn % 90 == 0 else OFF
+
+    prompts = [[5, 9], [40], *[[7 + i] * 100 for i in range(4)]]
+    limits = Limits(100, tuple(range(100, 104)))
+    expected = [g.tokens for g in generate(target, Plain(), prompts, limits)]
+    drafter = DRAFTERS[name](target)
+    tree = drafter.tree
+    planned = Planned(drafter, Late(drafter.tree))
+    assert [g.tokens for g in generate(target, planned, prompts, limits, rows=2)] == expected
+    assert drafter.tree == tree, "the drafter is given back as it was"
