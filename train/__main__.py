@@ -13,6 +13,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand us the exception instead of printing it over several lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages for weights and caches, where Linux has them
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")  # its products of 1024 shapes take gigabytes, and every batch has another
     warnings.filterwarnings("ignore", category=FutureWarning)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts us with it ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)
