@@ -1,37 +1,41 @@
-"""distill: the target answers the training prompts, in batches; token ids are kept, never text tokenised again.
+"""distill: the prompts are answered, in shards; token ids are kept, never text tokenised again.
 
-The features a drafter reads are kept too, when asked for: the target has just computed them to write the answer, so
-they cost nothing now and a whole forward pass later. A shard holds the answers to a fixed set of prompts, so an
-interrupted run goes on after the last whole shard, with the same result.
+A conversation is walked turn by turn with the writer's own earlier answers in context. A shard holds a fixed set of
+conversations, so an interrupted run goes on after the last whole shard, with the same result. With the target as the
+writer, the features a drafter reads are kept too, when asked for: it has just computed them to write the answer.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from data.artifact import Stage, write_by, write_text
-from data.prepare import Row
-from specdec.decode import Generation, stream
-from specdec.drafters.none import Plain
-from specdec.errors import UserError
-from specdec.sampling import Sampling
-from specdec.stopping import Limits
-from specdec.target import Tap, Target
+from data.artifact import Stage, write_text
+from data.audit import Shares
+from data.rows import Row
+from data.server import ServerConfig
+from data.texts import Text, metadata_of, read_texts, write_texts
+from data.walk import Walk
+from data.writer import Request, Writer
+from specdec.errors import UserError, nearest
+
+BACKENDS = ("local", "openai", "recorded")
 
 
 @dataclass(frozen=True)
 class DistillConfig:
     """conf/config.yaml, `distill`."""
 
+    backend: str = "local"
+    """Who writes the answers: local (the target, here), openai (a server of the target) or recorded (nobody: the
+    answers in the data are trained on as they are)."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     """One answer per prompt for each entry; 0 is greedy."""
     max_new_tokens: int = 128
@@ -39,13 +43,23 @@ class DistillConfig:
     batch_size: int = 128
     """Prompts answered at a time; the next one begins as soon as one ends."""
     shard_size: int = 256
-    """Answers per file; what an interrupt may lose."""
+    """Conversations per file; what an interrupt may lose."""
     features: bool = True
-    """Keep the features the drafter reads (2 bytes × width × taps a token); false recomputes them in each step."""
+    """local: keep the features the drafter reads (2 bytes × width × taps a token); false recomputes them in each
+    step."""
     max_tokens: int | None = None
     """Stop after about this many answer tokens."""
+    drop_loops: bool = False
+    """Leave out answers that end repeating themselves; they are counted either way."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """openai: where it is."""
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise UserError(
+                f"distill.backend: '{self.backend}' is not one of {known}.{nearest(self.backend, BACKENDS)}"
+            )
         if not self.temperatures:
             raise UserError("distill.temperatures is empty; [0.0] makes one greedy answer per prompt")
         if min(self.temperatures) < 0:
@@ -55,137 +69,111 @@ class DistillConfig:
                 raise UserError(f"distill.{name} must be 1 or more, got {getattr(self, name)}")
 
 
-@dataclass(frozen=True)
-class Text:
-    """One training text: ids [T], how many of them are the prompt, features [T - 1 or T, S, D] or None."""
-
-    tokens: Tensor
-    prompt_length: int
-    features: Tensor | None
+Progress = Callable[[int, int, int], None]
+"""Called with (conversations finished, conversations in all, tokens written so far)."""
 
 
 def distill(
     config: DistillConfig,
-    target: Target,
-    rows: list[Row],
-    taps: tuple[Tap, ...],
+    writer: Writer,
+    rows: Sequence[Row],
+    make_walk: Callable[[Row, float], Walk],
     seed: int,
     stage: Stage,
-    progress: Callable[[int, int, int], None],
+    progress: Progress,
 ) -> None:
-    """Answer every row at every temperature into shards.
-
-    progress is called with (answers finished, answers in all, tokens so far).
-    """
-    jobs = [(row, t) for t in config.temperatures for row in rows]
+    """Answer every row at every temperature into shards."""
+    count = len(rows) * len(config.temperatures)
     # Spread lengths and temperatures over the run, so that a token limit cuts all alike.
-    order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(seed)).tolist()
-    shards = [[jobs[i] for i in order[at : at + config.shard_size]] for at in range(0, len(jobs), config.shard_size)]
-    drafter = Plain(taps if config.features else ())
-    answered = tokens = stopped = 0
-    for number, shard in enumerate(shards):
-        path = stage.folder / f"shard-{number:05d}.safetensors"
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    totals: Counter[str] = Counter()
+    finished = 0
+    for number, jobs in enumerate(order.split(config.shard_size)):
+        path = shard_path(stage.folder, number)
         if not path.is_file():
-            generator = torch.Generator(target.device).manual_seed(seed * 100_003 + number)
-            before = answered, tokens
+            turns = [divmod(job, len(rows)) for job in jobs.tolist()]
+            walks = [make_walk(rows[row], config.temperatures[which]) for which, row in turns]
 
-            def advance(answers: int, written: int, before: tuple[int, int] = before) -> None:
-                progress(before[0] + answers, len(jobs), before[1] + written)
-
-            _write(path, shard, _answer(config, target, drafter, shard, generator, advance), target)
-        size = _sizes(path)
-        answered, tokens, stopped = (
-            answered + len(shard),
-            tokens + size["answer_tokens"],
-            stopped + size["stopped"],
-        )
-        progress(answered, len(jobs), tokens)
-        if config.max_tokens is not None and tokens >= config.max_tokens:
+            advance = functools.partial(_advance, progress, finished, count, totals["answer_tokens"])
+            _walk(walks, writer, seed * 100_003 + number, advance)
+            if all(walk.cut and not walk.answered for walk in walks):
+                raise UserError(f"distill: {writer.name} refused all {len(walks)} prompts of a shard: {walks[0].cut}")
+            _write(path, walks, writer.name, config.drop_loops)
+        totals += Counter({key: int(n) for key, n in metadata_of(path).items() if not key.startswith("domain.")})
+        finished += len(jobs)
+        progress(finished, count, totals["answer_tokens"])
+        if config.max_tokens is not None and totals["answer_tokens"] >= config.max_tokens:
             break
-    stage.finish({"answers": answered, "answer_tokens": tokens, "ended_by_stop": stopped})
+    finish(stage, {"conversations": finished, **totals, "writer": writer.name})
 
 
-def _answer(
-    config: DistillConfig,
-    target: Target,
-    drafter: Plain,
-    jobs: list[tuple[Row, float]],
-    generator: torch.Generator,
-    advance: Callable[[int, int], None],
-) -> list[Generation]:
-    """Each job's answer. advance is called with (answers finished, tokens written) after each of them."""
-    limits = Limits(config.max_new_tokens, target.stop_tokens)
-    answers = [Generation() for _ in jobs]
-    finished = written = 0
-    for temperature in sorted({t for _, t in jobs}):
-        # Long prompts first: none is left to run alone at the end.
-        at = [i for i, (_, t) in enumerate(jobs) if t == temperature]
-        at.sort(key=lambda i: -len(jobs[i][0].prompt))
-        prompts = [jobs[i][0].prompt for i in at]
-        steps = stream(
-            target,
-            drafter,
-            prompts,
-            limits,
-            Sampling(temperature),
-            generator,
-            rows=config.batch_size,
-            keep_features=config.features,
-        )
-        for step in steps:
-            answer = answers[at[step.row]]
-            answer.tokens += step.tokens
-            answer.finish, answer.features = step.finish, step.features
-            written += len(step.tokens)
-            if step.finish:
-                finished += 1
-                advance(finished, written)
-    return answers
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.safetensors"
 
 
-def _write(path: Path, batch: list[tuple[Row, float]], answers: list[Generation], target: Target) -> None:
-    texts = [row.prompt + answer.tokens for (row, _), answer in zip(batch, answers, strict=True)]
-    tensors = {
-        "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
-        "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int32),
-        "prompt_lengths": torch.tensor([len(row.prompt) for row, _ in batch], dtype=torch.int32),
-    }
-    if answers[0].features is not None:
-        stacked = [answer.features for answer in answers if answer.features is not None]
-        features = torch.cat(stacked)
-        # Half precision where the values fit it: some models have residual streams beyond its range.
-        narrow = features.half()
-        tensors["features"] = (narrow if bool(narrow.isfinite().all()) else features.float()).cpu()
-        tensors["feature_lengths"] = torch.tensor([len(f) for f in stacked], dtype=torch.int32)
-    counts = {
-        "answer_tokens": str(sum(len(answer.tokens) for answer in answers)),
-        "stopped": str(sum(answer.finish == "stop" for answer in answers)),
-    }
+def finish(stage: Stage, counts: dict[str, Any]) -> None:
+    """Check what is supervised and write the manifest. Raises UserError where nothing is."""
+    shares = Shares()
+    for text in read_texts(stage.folder):
+        shares.add(text.domain, len(text.tokens), text.supervised)
+    shares.check()
+    stage.finish({**counts, "supervision": shares.counts()})
+
+
+def _walk(walks: list[Walk], writer: Writer, seed: int, advance: Callable[[int, int], None]) -> None:
+    """All conversations to their ends, one turn of each at a time."""
+    turn = ended = tokens = 0
+    going = walks
+    while going:
+        # A conversation with further turns does not end with this answer.
+        ending = sum(not walk.goes_on for walk in going) / len(going)
+        note = functools.partial(_note, advance, ended, tokens, ending)
+        requests = [Request(walk.prompt, walk.temperature) for walk in going]
+        answers = writer.answer(requests, seed + turn * 7_919, note)
+        for walk, answer in zip(going, answers, strict=True):
+            walk.take(answer)
+            tokens += len(answer.tokens)
+        ended += sum(walk.done for walk in going)
+        going = [walk for walk in going if not walk.done]
+        turn += 1
+
+
+def _advance(progress: Progress, finished: int, count: int, tokens: int, ended: int, new: int) -> None:
+    progress(finished + ended, count, tokens + new)
+
+
+def _note(advance: Callable[[int, int], None], ended: int, tokens: int, ending: float, answers: int, new: int) -> None:
+    advance(ended + int(answers * ending), tokens + new)
+
+
+def _write(path: Path, walks: list[Walk], writer: str, drop_loops: bool) -> None:
+    counts: Counter[str] = Counter()
+    texts: list[Text] = []
     lines = []
-    for (row, temperature), answer in zip(batch, answers, strict=True):
-        record: dict[str, Any] = {"id": row.id, "domain": row.domain, "temperature": temperature}
-        record |= {"finish": answer.finish, "answer": target.tokenizer.decode(answer.tokens)}
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    for walk in walks:
+        counts += walk.counts()
+        kept = [] if walk.looped and drop_loops else walk.texts()
+        counts["texts"] += len(kept)
+        texts += kept
+        lines.append(json.dumps(walk.record() | {"writer": writer}, ensure_ascii=False) + "\n")
     write_text(path.with_suffix(".jsonl"), "".join(lines))  # for people; training reads the ids
-    write_by(path, lambda temporary: save_file(tensors, temporary, metadata=counts))
+    write_texts(path, texts, {key: str(value) for key, value in counts.items()})
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    with safe_open(path, framework="pt") as file:
-        return {key: int(value) for key, value in file.metadata().items()}
-
-
-def read_texts(folder: Path) -> list[Text]:
-    """All texts of a distilled folder, in a fixed order."""
-    texts = []
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            lengths = file.get_tensor("lengths").tolist()
-            tokens = file.get_tensor("tokens").long().split(lengths)
-            prompts = file.get_tensor("prompt_lengths").tolist()
-            features: tuple[Tensor | None, ...] = (None,) * len(lengths)
-            if "features" in keys:
-                features = file.get_tensor("features").split(file.get_tensor("feature_lengths").tolist())
-        texts += [Text(t, p, f) for t, p, f in zip(tokens, prompts, features, strict=True)]
-    return texts
+def keep_recorded(config: DistillConfig, rows: Sequence[Row], stage: Stage, progress: Progress) -> None:
+    """The recorded texts as shards, as if they had just been written."""
+    totals: Counter[str] = Counter()
+    for number, start in enumerate(range(0, len(rows), config.shard_size)):
+        path = shard_path(stage.folder, number)
+        some = rows[start : start + config.shard_size]
+        if not path.is_file():
+            texts = [
+                Text(torch.tensor(tokens), tuple((a, b) for a, b in spans), None, row.domain)
+                for row in some
+                for tokens, spans in row.texts or []
+            ]
+            written = sum(text.supervised for text in texts)
+            write_texts(path, texts, {"texts": str(len(texts)), "answer_tokens": str(written)})
+        totals += Counter({key: int(n) for key, n in metadata_of(path).items() if not key.startswith("domain.")})
+        progress(start + len(some), len(rows), totals["answer_tokens"])
+    finish(stage, {"conversations": len(rows), **totals, "writer": "recorded"})

@@ -1,17 +1,29 @@
-"""prepare: prompts to token ids, split into training and held-out, one jsonl file each."""
+"""prepare: rows of any source to prompts the target can answer (or recorded texts), split into training and held-out.
+
+One pass over the sources with a bounded memory. Every row ends as training, held-out, left out or rejected with a
+reason in rejects.jsonl, and the counts add up to what was read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from data.artifact import Stage, write_text
-from data.chat import prompt_ids
-from data.sources import Prompt, bundled, bundled_domains, read_jsonl, split_heldout
+from data.artifact import Stage
+from data.audit import preview
+from data.chat import Template
+from data.formats import FORMATS, check_mapping, format_of
+from data.intake import Intake
+from data.sources import BUNDLED, Source, SourceConfig, bundled, bundled_domains
+from data.split import Split
 from specdec.errors import UserError
+
+TOO_LONG = ("cut", "reject")
+LOOK = 100
+"""Rows whose layout is looked at before a source is read."""
 
 
 @dataclass(frozen=True)
@@ -21,86 +33,205 @@ class DataConfig:
     domains: list[str] = field(default_factory=lambda: ["maths"])
     """Bundled domains to train on; with `path`, the one name its rows get when they have no `domain`."""
     path: str | None = None
-    """A jsonl file of prompts instead of the bundled ones."""
+    """A file, folder or hub id of your own instead of the bundled prompts (see SourceConfig.path)."""
+    format: str = "auto"
+    """Layout of `path`: auto, or one of data.formats.FORMATS."""
+    mapping: dict[str, str] | None = None
+    """Columns of `path` under our names, e.g. {prompt: question, completion: answer}."""
+    split: str | None = None
+    """Of a hub id."""
+    streaming: bool = False
+    """Of a hub id."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources instead of `path`, each with its own domain and weight."""
     heldout_path: str | None = None
-    """Held-out prompts for `path`; null holds out `heldout` of its rows."""
+    """Held-out rows for `path` or `sources`; null holds out `heldout` of their rows."""
     heldout: int = 30
-    """Rows of `path` to hold out."""
+    """Rows of each domain to hold out, at most a third of it."""
     limit: int | None = None
-    """Use at most this many training prompts of each domain."""
+    """Use at most this many training rows of each domain."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are left out, and counted."""
+    """Longest prompt."""
+    max_tokens: int = 2048
+    """Longest recorded text (distill.backend=recorded)."""
+    too_long: str = "cut"
+    """Over-long conversations: cut them at a turn, or reject them."""
+    max_rejected: float = 0.2
+    """Largest share of rejected rows; more stop the run."""
+    system: str | None = None
+    """System prompt of conversations that have none: the one that will be served with."""
+    chat_template: dict[str, Any] | None = None
+    """Options of the chat template, as in serving, e.g. {enable_thinking: false}."""
+    text_prompt_tokens: int = 64
+    """Of a plain text, how much the target is given to continue."""
 
     def __post_init__(self) -> None:
         if not self.domains:
             raise UserError(f"data.domains is empty; bundled domains: {', '.join(bundled_domains())}")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"data.limit must be 1 or more, got {self.limit}")
-        if self.heldout < 1 or self.max_prompt_tokens < 1:
-            raise UserError("data.heldout and data.max_prompt_tokens must be 1 or more")
-        if self.path is None and self.heldout_path is not None:
-            raise UserError("data.heldout_path needs data.path: bundled domains have held-out prompts of their own")
+        for name in ("heldout", "max_prompt_tokens", "max_tokens", "text_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.{name} must be 1 or more, got {getattr(self, name)}")
+        if self.too_long not in TOO_LONG:
+            raise UserError(f"data.too_long: '{self.too_long}' is not one of {', '.join(TOO_LONG)}")
+        if not 0 <= self.max_rejected <= 1:
+            raise UserError(f"data.max_rejected must be from 0 to 1, got {self.max_rejected}")
+        if self.path is not None and self.sources:
+            raise UserError("data.path and data.sources: give one of them")
         if self.path is not None and len(self.domains) > 1:
             raise UserError(f"data.domains: with data.path it names that file's one domain, got {self.domains}")
+        if self.path is None:
+            given = {"mapping": self.mapping, "split": self.split, "streaming": self.streaming}
+            given["format"] = self.format if self.format != "auto" else None
+            given["heldout_path"] = None if self.sources else self.heldout_path
+            if unused := [name for name, value in given.items() if value]:
+                where = "inside data.sources" if self.sources else "with data.path: bundled prompts need none"
+                raise UserError(f"data.{unused[0]} applies {where}")
+        check_mapping(self.mapping or {})
+        weights = [source.weight is None for source in self.sources]
+        if any(weights) and not all(weights):
+            raise UserError("data.sources: give every source a weight, or none")
+
+    @property
+    def labels(self) -> list[str]:
+        """What the domains are called before a row is read; names the run."""
+        return list(dict.fromkeys(source.domain for source in self.entries)) or self.domains
+
+    @property
+    def own(self) -> bool:
+        """Whether the rows are the user's, not the bundled ones."""
+        return self.path is not None or bool(self.sources)
+
+    @property
+    def entries(self) -> list[Source]:
+        """The user's own sources, found but not read. Raises UserError for one that is not there."""
+        if self.path is None:
+            return [Source(source) for source in self.sources]
+        own = SourceConfig(self.path, self.domains[0], format=self.format, mapping=self.mapping or {})
+        return [Source(dataclasses.replace(own, split=self.split, streaming=self.streaming))]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A prepared prompt."""
+def open_sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
+    """(training, held-out) sources, found but not read. Held-out prompts of the bundled domains measure transfer.
 
-    id: str
-    domain: str
-    prompt: list[int]
-
-
-def load_prompts(config: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, heldout). Held-out prompts of every bundled domain come along, to measure transfer.
-
-    Raises UserError for anything wrong in a file; loads no model.
+    Raises UserError for what is not there.
     """
-    transfer = [prompt for domain in bundled_domains() for prompt in bundled(domain, "heldout")]
-    if config.path is None:
-        train = [prompt for domain in config.domains for prompt in bundled(domain, "train")]
-        heldout = transfer
-    else:
-        train = read_jsonl(Path(config.path), config.domains[0])
-        if config.heldout_path is not None:
-            heldout = read_jsonl(Path(config.heldout_path), config.domains[0])
-        else:
-            train, heldout = split_heldout(train, config.heldout)
-        heldout = heldout + [prompt for prompt in transfer if prompt.domain not in {p.domain for p in heldout}]
-    if config.limit is not None:
-        domains = dict.fromkeys(prompt.domain for prompt in train)
-        train = [p for d in domains for p in [q for q in train if q.domain == d][: config.limit]]
-    counts = Counter(prompt.id for prompt in [*train, *heldout])
-    repeated = [name for name, count in counts.items() if count > 1]
-    if repeated:
-        raise UserError(
-            f"prompt id '{repeated[0]}' is there {counts[repeated[0]]} times; ids must differ, or be left out"
+    transfer = [bundled(domain, "heldout") for domain in bundled_domains()]
+    if not config.own:
+        return [bundled(domain, "train") for domain in config.domains], transfer
+    train = config.entries
+    if config.heldout_path is None:
+        return train, transfer
+    first = train[0]
+    own = SourceConfig(config.heldout_path, first.domain, None, first.config.format, first.config.mapping)
+    return train, [Source(own), *transfer]
+
+
+def look(source: Source) -> str:
+    """What layout the first rows have, in words. Raises UserError where none is known or there are no rows."""
+    seen: dict[str, int] = {}
+    names: dict[str, None] = {}
+    looked, first = 0, ""
+    for record in source.records():
+        if looked == LOOK:
+            break
+        looked += 1
+        if record.row is None:
+            first = first or f"{record.where}: {record.reason} ({record.detail})"
+            continue
+        layout = (
+            format_of(record.row, source.config.mapping) if source.config.format == "auto" else source.config.format
         )
-    return train, heldout
+        names |= dict.fromkeys(record.row)
+        if layout is not None:
+            seen[layout] = seen.get(layout, 0) + 1
+    path, mapping = source.config.path, source.config.mapping
+    if not looked:
+        raise UserError(f'{path}: the file is empty; a row is e.g. {{"prompt": "What is 2 + 2?"}}')
+    if not names:
+        raise UserError(f"{path}: none of the first {looked} rows can be read. {first}")
+    if absent := [theirs for theirs in mapping.values() if theirs not in names]:
+        raise UserError(f"data.mapping: {path} has no column '{absent[0]}'; its columns: {', '.join(names)}")
+    if not seen:
+        layouts = "; ".join(" + ".join(needed) for needed in FORMATS.values())
+        raise UserError(
+            f"{path}: no known layout: its columns are {', '.join(names)}. Known: {layouts}. Name the columns, "
+            "e.g. 'data.mapping={prompt: question, completion: answer}'"
+        )
+    kinds = ", ".join(f"{name.replace('_', '/')} ({count} of the first {looked} rows)" for name, count in seen.items())
+    return f"{path}: {kinds}"
 
 
-def prepare(config: DataConfig, tokenizer: Any, window: int, stage: Stage) -> None:
-    """Write train.jsonl and heldout.jsonl into the stage's folder.
+def prepare(
+    config: DataConfig,
+    template: Template,
+    window: int,
+    recorded: bool,
+    stage: Stage,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write train.jsonl, heldout.jsonl and rejects.jsonl into the stage's folder.
 
-    Raises UserError when no training or no held-out prompt fits.
+    recorded: train on the answers that are there. progress is called with (bytes read, rows read). Raises UserError
+    when too many rows are rejected or none is left.
     """
-    longest = min(config.max_prompt_tokens, window - 1)
+    train, heldout = open_sources(config)
+    for source in train + heldout[: config.heldout_path is not None]:
+        say(f"          {look(source)}")
+    stage.folder.mkdir(parents=True, exist_ok=True)
     counts: dict[str, Any] = {}
-    for name, prompts in zip(("train", "heldout"), load_prompts(config), strict=True):
-        rows = [Row(p.id, p.domain, prompt_ids(tokenizer, p.messages, p.id)) for p in prompts]
-        fitting = [row for row in rows if len(row.prompt) <= longest]
-        if not fitting:
-            raise UserError(
-                f"data.max_prompt_tokens: none of the {len(rows)} {name} prompts has {longest} tokens or fewer"
-            )
-        write_text(stage.folder / f"{name}.jsonl", "".join(json.dumps(vars(row)) + "\n" for row in fitting))
-        counts |= {name: len(fitting), f"{name}_too_long": len(rows) - len(fitting)}
+    with (stage.folder / "rejects.jsonl").open("w") as rejects:
+
+        def intake(recorded: bool) -> Intake:
+            return Intake(config, template, window, recorded, rejects.write)
+
+        own, split = intake(recorded), Split(config, stage.folder, [source.config.weight for source in train])
+        total = 0
+        for number, source in enumerate(train):
+            for batch in own.rows(source):
+                for row, mark in batch:
+                    split.add(number, row, mark)
+                progress(total + own.read, own.count)
+            total += source.size or 0
+        # A held-out row is a prompt: whatever is recorded as its answer is not looked at.
+        other = intake(False)
+        other.seen = own.seen  # what is trained on is not measured on
+        others = []
+        for source in heldout:
+            if config.own and source.path.parent == BUNDLED and source.domain in split.rows:
+                continue  # the user's own domain of that name is measured
+            others += [row for batch in other.rows(source) for row, _ in batch]
+        rejects.flush()
+        own.check_share(stage.folder / "rejects.jsonl")
+        counts = own.counts() | split.finish(others)
+    for warning in own.warnings():
+        say(warning)
     stage.finish(counts)
 
 
-def read_rows(folder: Path, split: str) -> list[Row]:
-    """Rows that prepare() wrote; split is 'train' or 'heldout'."""
-    lines = (folder / f"{split}.jsonl").read_text().splitlines()
-    return [Row(**json.loads(line)) for line in lines]
+def sample(config: DataConfig, template: Template, window: int, recorded: bool, colour: bool) -> Iterator[str]:
+    """What prepare() would do, from the first rows of each source, in lines; writes nothing. Raises UserError."""
+    for source in open_sources(config)[0]:
+        yield look(source)
+        rejected: list[str] = []
+        intake = Intake(config, template, window, recorded, rejected.append)
+        rows = [row for row, _ in next(intake.rows(source), [])]
+        used = f"{len(rows)} of its first {intake.count} rows can be used"
+        yield f"  {used}" + (f"; rejected: {intake.reasons()}" if rejected else "")
+        for line in rejected[:3]:
+            entry = json.loads(line)
+            yield f"    {entry['where']}: {entry['reason']} ({entry['detail']})"
+        if not rows:
+            continue
+        if recorded:
+            shares = intake.shares
+            yield f"  {shares.describe()}"
+            yield from (f"  {warning}" for warning in shares.check())
+        row = rows[0]
+        tokens, spans = (row.texts or [[row.prompt, []]])[0]
+        yield f"  row {row.id} ({row.domain}, {len(tokens)} tokens), supervised parts marked:"
+        shown = preview(template.tokenizer, tokens, [(a, b) for a, b in spans], colour)
+        shown += "" if recorded else "[the target's answer]"
+        yield "\n".join(f"    {line}" for line in shown.splitlines())

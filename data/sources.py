@@ -1,30 +1,183 @@
-"""Prompts: the bundled ones and a user's own jsonl file, checked row by row.
+"""Where rows come from: the bundled prompts, files, folders, saved data sets and hub ids.
 
-A row is {"messages": [...]} in chat form, ending with a user turn, or {"prompt": "..."}; `id` and `domain` are
-optional in a user's file.
+`datasets` reads tables (csv, parquet, arrow) and the hub; JSON text is read in records.py, which goes on behind a
+broken record.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
-import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.formats import FORMATS, check_mapping
+from data.records import ENCODING, Record, read_json
 from specdec.errors import UserError, nearest
 
 BUNDLED = Path(__file__).parent / "prompts"
-ROLES = ("system", "user", "assistant")
+JSON = (".json", ".jsonl", ".ndjson")
+TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+LOST = "\ufffd"  # what a table reader puts for a byte it cannot decode
+PACKED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One conversation waiting for its answer."""
+class SourceConfig:
+    """One entry of data.sources."""
 
-    id: str
-    domain: str
-    messages: list[dict[str, str]]
+    path: str
+    """A json, jsonl, csv, tsv, parquet or arrow file, a folder of such files, a folder of Dataset.save_to_disk, or a
+    hub id."""
+    domain: str | None = None
+    """Label of rows that carry none; null: the file's name."""
+    weight: float | None = None
+    """Share of the training rows, relative to the other sources' weights; null in all of them takes every row."""
+    format: str = "auto"
+    """auto, or one of data.formats.FORMATS."""
+    mapping: dict[str, str] = field(default_factory=dict)
+    """Names of our fields in its rows, e.g. {prompt: question, completion: answer}."""
+    split: str | None = None
+    """Of a hub id or saved data set, e.g. train[:10%]; null: train."""
+    subset: str | None = None
+    """Of a hub id: its configuration."""
+    streaming: bool = False
+    """Hub ids: read while downloading, never the whole."""
+    limit: int | None = None
+    """Read no more than this many rows."""
+
+    def __post_init__(self) -> None:
+        if self.format != "auto" and self.format not in FORMATS:
+            known = ("auto", *FORMATS)
+            raise UserError(
+                f"data.format: '{self.format}' is not one of {', '.join(known)}.{nearest(self.format, known)}"
+            )
+        check_mapping(self.mapping)
+        if self.weight is not None and self.weight <= 0:
+            raise UserError(f"data.sources: the weight of {self.path} must be above 0, got {self.weight}")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"data.sources: the limit of {self.path} must be 1 or more, got {self.limit}")
+
+
+class Source:
+    """A source that was found. files: what it is read from, empty for a hub id or saved data set."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self.config = config
+        self.path = Path(config.path).expanduser()
+        self.files: list[Path] = []
+        self.saved = (self.path / "dataset_info.json").is_file() or (self.path / "dataset_dict.json").is_file()
+        if self.path.is_file():
+            self.files = [self.path]
+        elif self.path.is_dir() and not self.saved:
+            self.files = sorted(path for path in self.path.rglob("*") if path.is_file() and _kind(path))
+            if not self.files:
+                raise UserError(f"data.path: folder {self.path} holds no json, jsonl, csv, tsv, parquet or arrow file")
+        elif not self.saved and not _looks_like_hub(config.path):
+            raise UserError(f"data.path: no file {config.path}, nor a folder, nor a hub id (OWNER/NAME)")
+        if self.files and (config.split or config.subset or config.streaming):
+            raise UserError(f"data.path: {config.path} is read from files; split, subset and streaming do not apply")
+        for path in self.files:
+            if _kind(path) is None:
+                raise UserError(f"data.path: {path} has no known ending ({', '.join((*JSON, *TABLES))})")
+
+    @property
+    def domain(self) -> str:
+        """What rows without a domain are called."""
+        return self.config.domain or self.path.name.split(".")[0]
+
+    @property
+    def size(self) -> int | None:
+        """Bytes that Record.read counts up to, where it is known."""
+        kinds = {_kind(path) for path in self.files}
+        plain = kinds == {"json"} and not any(path.suffix in PACKED for path in self.files)
+        return sum(path.stat().st_size for path in self.files) if plain else None
+
+    def content(self) -> str:
+        """A hash of what it holds; of a hub id only its name."""
+        digest = hashlib.sha256(str((self.config.split, self.config.subset, self.config.limit)).encode())
+        for path in self.files or sorted(self.path.rglob("*") if self.saved else []):
+            if path.is_file():
+                digest.update(str(path.relative_to(self.path)).encode() + b"\0")
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()[:16] if self.files or self.saved else self.config.path
+
+    def records(self) -> Iterator[Record]:
+        """Every record, in order; `where` names the file when there are several."""
+        count = before = 0
+        for path in self.files or [self.path]:
+            for record in read_json(path) if _kind(path) == "json" else self._table(path):
+                if count == self.config.limit:
+                    return
+                count += 1
+                where = f"{path.name}, {record.where}" if len(self.files) > 1 else record.where
+                yield Record(where, record.row, record.reason, record.detail, before + record.read)
+            before += path.stat().st_size if self.files else 0
+
+    def _table(self, path: Path) -> Iterator[Record]:
+        """Rows as `datasets` gives them. Raises UserError where it cannot."""
+        try:
+            for number, row in enumerate(self._opened(path), 1):
+                lost = any(isinstance(value, str) and LOST in value for value in row.values())
+                if lost and _kind(path) == "csv":
+                    yield Record(f"row {number}", None, ENCODING, "a byte that is not UTF-8")
+                else:
+                    yield Record(f"row {number}", dict(row))
+        except UserError:
+            raise
+        except Exception as error:  # its loaders raise what their parsers raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"data.path: `datasets` cannot read {self.config.path}: {first}") from error
+
+    def _opened(self, path: Path) -> Any:
+        import datasets  # pandas and pyarrow come along: seconds, and only tables need them
+
+        datasets.disable_progress_bars()
+        config = self.config
+        if self.saved:
+            found = datasets.load_from_disk(str(self.path))
+            name, _, part = (config.split or "train").partition("[")
+            if isinstance(found, datasets.DatasetDict):
+                if name not in found:
+                    raise UserError(f"data.split: {self.path} has no split '{name}'; it has {', '.join(found)}")
+                found = found[name]
+            if part:
+                raise UserError("data.split: a saved data set is read whole; use data.sources' limit for a part")
+            return found
+        if not self.files:
+            return datasets.load_dataset(
+                config.path, config.subset, split=config.split or "train", streaming=config.streaming
+            )
+        kind = _kind(path)
+        assert kind is not None
+        options = _csv_options(path) if kind == "csv" else {}
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
+    """Every cell as the text it is: 007 stays 007, NA stays NA."""
+    mark = "\t" if path.suffix == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        names = next(csv.reader(file, delimiter=mark), [])
+    return {
+        "converters": dict.fromkeys(names, str),
+        "keep_default_na": False,
+        "sep": mark,
+        "encoding": "utf-8-sig",
+        "encoding_errors": "replace",
+    }
+
+
+def _kind(path: Path) -> str | None:
+    name = path.with_suffix("") if path.suffix in PACKED else path
+    return "json" if name.suffix in JSON else TABLES.get(path.suffix)
+
+
+def _looks_like_hub(path: str) -> bool:
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
 
 
 def bundled_domains() -> list[str]:
@@ -32,83 +185,12 @@ def bundled_domains() -> list[str]:
     return sorted(path.name.removesuffix("-train.jsonl") for path in BUNDLED.glob("*-train.jsonl"))
 
 
-def bundled(domain: str, split: str) -> list[Prompt]:
+def bundled(domain: str, split: str) -> Source:
     """Shipped prompts of a domain; split is 'train' or 'heldout'. Raises UserError for an unknown domain."""
     if domain not in bundled_domains():
         known = bundled_domains()
         raise UserError(
             f"data.domains: '{domain}' is not a bundled domain ({', '.join(known)}).{nearest(domain, known)} "
-            "For prompts of your own: data=jsonl data.path=FILE.jsonl"
+            "For prompts of your own: data=jsonl data.path=FILE"
         )
-    return read_jsonl(BUNDLED / f"{domain}-{split}.jsonl", domain)
-
-
-def read_jsonl(path: Path, domain: str) -> list[Prompt]:
-    """All rows of a file. Raises UserError naming the file and line of the first bad row, or an empty file."""
-    if not path.is_file():
-        raise UserError(f"data.path: no file {path}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    rows = [
-        _row(line, f"{path}, line {number}", f"{path.stem}-{number}", domain)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
-    if not rows:
-        raise UserError(f'{path}: the file is empty; each line is one prompt, e.g. {{"prompt": "What is 2 + 2?"}}')
-    return rows
-
-
-def split_heldout(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, heldout): `count` prompts chosen by the hash of their text, the same in every run.
-
-    Equal prompts land on the same side. Raises UserError when nothing would be left to train on.
-    """
-    ranked = sorted(prompts, key=lambda p: hashlib.sha256(json.dumps(p.messages).encode()).hexdigest())
-    cut = len({json.dumps(p.messages) for p in ranked})
-    if count >= cut:
-        raise UserError(f"data.heldout: {count} held-out prompts leave nothing to train on ({cut} different prompts)")
-    chosen: set[str] = set()
-    for prompt in ranked:
-        if len(chosen) == count:
-            break
-        chosen.add(json.dumps(prompt.messages))
-    train = [p for p in prompts if json.dumps(p.messages) not in chosen]
-    return train, [p for p in prompts if json.dumps(p.messages) in chosen]
-
-
-def _row(line: str, where: str, fallback_id: str, domain: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with 'messages' or 'prompt', got {type(row).__name__}")
-    if "messages" in row:
-        messages = _messages(row["messages"], where)
-    elif isinstance(row.get("prompt"), str) and row["prompt"].strip():
-        messages = [{"role": "user", "content": row["prompt"]}]
-    else:
-        raise UserError(f"{where}: needs 'messages' (a list of turns) or 'prompt' (text); it has {sorted(row)}")
-    name, own_domain = row.get("id"), row.get("domain")
-    return Prompt(
-        fallback_id if name is None else str(name), domain if own_domain is None else str(own_domain), messages
-    )
-
-
-def _messages(turns: Any, where: str) -> list[dict[str, str]]:
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: 'messages' must be a list of turns with at least one")
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise UserError(f"{where}: turn {number} needs 'role' and a text 'content'")
-        if turn.get("role") not in ROLES:
-            raise UserError(f"{where}: turn {number} has role '{turn.get('role')}', expected {', '.join(ROLES)}")
-    # What the assistant is recorded to have said last is not the target's own text: the target answers anew.
-    while turns and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]
-    if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
-        raise UserError(f"{where}: there is no user turn to answer")
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    return Source(SourceConfig(str(BUNDLED / f"{domain}-{split}.jsonl"), domain))

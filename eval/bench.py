@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from data.chat import prompt_ids
-from data.sources import bundled
+from data.chat import Template
+from data.intake import bundled_prompts
 from eval.ratios import SECTIONS, Bench, Tokens
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target
@@ -62,12 +62,12 @@ def _prepare(given: argparse.Namespace) -> tuple[Bench, list[str]]:
         folder = found[-1]
     target = load_target(TargetConfig("bench", given.target, given.dtype, given.device, given.fast, given.cache))
 
-    def ids(domain: str) -> list[Tokens]:
-        chosen = bundled(domain, "heldout")[: given.repeats + 4]
-        return [prompt_ids(target.tokenizer, prompt.messages, prompt.id) for prompt in chosen]
+    template = Template(target.tokenizer)
 
-    training = bundled(given.domain, "train")[:256]
-    many = [prompt_ids(target.tokenizer, prompt.messages, prompt.id) for prompt in training]
+    def ids(domain: str) -> list[Tokens]:
+        return bundled_prompts(template, domain, "heldout")[: given.repeats + 4]
+
+    many: list[Tokens] = list(bundled_prompts(template, given.domain, "train")[:256])
     others = [one for pair in zip(ids("summarise"), ids("qa"), strict=False) for one in pair]
     threads = torch.get_num_threads()
     device = f"{target.device.type}, {threads} threads, torch {torch.__version__}"

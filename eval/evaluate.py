@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.artifact import write_text
-from data.prepare import Row
+from data.rows import Row
 from eval.lossless import divergence
 from eval.speed import timed
 from specdec.controller import adaptive

@@ -61,6 +61,38 @@ def align(tokens: Tensor, loss_mask: Tensor, documents: Tensor, logits: Tensor, 
     )
 
 
+def positions_within(documents: Tensor) -> Tensor:
+    """Positions that begin anew with each document: [B, T] -> [B, T].
+
+    Padding goes on from the document before it, though no further than a document of the batch reaches: learned
+    positions end somewhere.
+    """
+    at = torch.arange(documents.shape[1], device=documents.device)
+    position = at - torch.where(_begins(documents), at, 0).cummax(1).values
+    return position.clamp(max=position.masked_fill(documents < 0, 0).amax())
+
+
+def visible_within(documents: Tensor) -> Tensor:
+    """Who sees whom: documents [B, T] -> bool [B, T, T], true where the key is of the query's document and not later.
+
+    Padding counts to the document before it. With one document a row this is plain causal attention.
+    """
+    at = torch.arange(documents.shape[1], device=documents.device)
+    order = _begins(documents).cumsum(1)
+    return (at[:, None] >= at) & (order[:, :, None] == order[:, None])
+
+
+def any_packed(documents: Tensor) -> bool:
+    """Whether a row [B, T] holds more than one document."""
+    return bool(_begins(documents).any())
+
+
+def _begins(documents: Tensor) -> Tensor:
+    """bool [B, T]: a row's second and later documents begin here."""
+    changes = (documents[:, 1:] != documents[:, :-1]) & (documents[:, 1:] >= 0)
+    return torch.nn.functional.pad(changes, (1, 0))
+
+
 def read_ahead(tokens: Tensor, starts: Tensor, count: int) -> Tensor:
     """The token after each of `count` positions from `starts`: [B, P], [B] -> [B, count].
 

@@ -39,17 +39,16 @@ class Facts:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end an answer: the generation config's, and the tokenizer's own end token."""
-        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
-        return tuple(sorted(found))
+        return stop_tokens(self.model.generation_config, self.tokenizer)
 
     @property
     def special_tokens(self) -> tuple[int, ...]:
-        """Ids an answer can contain that no text does: the stop tokens and the tokenizer's special ones."""
-        special = self.tokenizer.all_special_ids if self.tokenizer is not None else []
-        return tuple(sorted({*self.stop_tokens, *special}))
+        """Ids an answer can contain that no text does: stop tokens, special ones, and what the template marks with."""
+        if self.tokenizer is None:
+            return self.stop_tokens
+        template = self.tokenizer.chat_template or ""
+        marks = [id for id, token in self.tokenizer.added_tokens_decoder.items() if token.content in template]
+        return tuple(sorted({*self.stop_tokens, *self.tokenizer.all_special_ids, *marks}))
 
     @property
     def embedding(self) -> nn.Module:
@@ -79,3 +78,12 @@ class Facts:
     def rope_theta(self) -> float:
         config = self.model.config.to_dict()
         return float((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
+
+
+def stop_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an answer, by a generation config and a tokenizer, either of which may be None."""
+    ids = generation.eos_token_id if generation else None
+    found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))

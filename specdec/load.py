@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from specdec.errors import UserError
+from specdec.facts import stop_tokens
 from specdec.fast import MODES
 from specdec.source import resolve
 from specdec.target import Target
@@ -49,15 +52,9 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with _loading(config):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"target.source: cannot load '{config.source}': {first} "
-            "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
-        ) from error
     if config.fast == "graph" and not device.startswith("cuda"):
         raise UserError(f"target.fast: graph needs a CUDA device, this one is {device}; use auto")
     try:
@@ -65,3 +62,38 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"target.device: cannot use '{device}': {str(error).splitlines()[0]}") from error
     return Target(model, tokenizer, config.name, config.fast, Path(config.cache) / "packing.json")
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What of a target deals with text; Target has the same. window: longest context in tokens."""
+
+    name: str
+    tokenizer: Any
+    window: int
+    stop_tokens: tuple[int, ...]
+
+
+def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> TextSide:
+    """The tokenizer and the sizes of a target, without its weights. Raises UserError as load_target() does."""
+    folder = resolve(config.source, Path(config.cache), say)
+    with _loading(config):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        settings = AutoConfig.from_pretrained(folder)
+        try:
+            generation = GenerationConfig.from_pretrained(folder)
+        except OSError:  # none is saved: transformers derives it from the model's settings
+            generation = GenerationConfig.from_model_config(settings)
+    return TextSide(config.name, tokenizer, settings.max_position_embeddings, stop_tokens(generation, tokenizer))
+
+
+@contextlib.contextmanager
+def _loading(config: TargetConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.source: cannot load '{config.source}': {first} "
+            "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
+        ) from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec import attention, fast
+from specdec.align import positions_within, visible_within
 from specdec.check import check_exact
 from specdec.errors import UserError
 from specdec.facts import Facts
@@ -217,12 +218,16 @@ class Target(Facts):
             layer.select(rows)
 
     @torch.inference_mode()
-    def features(self, tokens: Tensor, taps: tuple[Tap, ...]) -> Tensor:
-        """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D]."""
+    def features(self, tokens: Tensor, taps: tuple[Tap, ...], documents: Tensor | None = None) -> Tensor:
+        """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D].
+
+        documents [B, T]: which text a position belongs to (negative: padding), where rows hold several; each is read
+        as if it were alone.
+        """
         held, self.taps = self.taps, taps
-        position = torch.arange(tokens.shape[1], device=self.device)
-        mask = (position[:, None] >= position).expand(tokens.shape[0], -1, -1)
-        _, features = self._forward(tokens, position.expand_as(tokens), mask, cached=False)
+        documents = torch.zeros_like(tokens) if documents is None else documents
+        position, mask = positions_within(documents), visible_within(documents)
+        _, features = self._forward(tokens, position, mask, cached=False)
         self.taps = held
         return cast(Tensor, features)
 

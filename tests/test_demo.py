@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.chat import prompt_ids
-from data.sources import bundled
+from data.chat import Template
+from data.intake import bundled_prompts
 from eval.speed import stock_generate
 from specdec import Limits, Target, TargetConfig, generate, load_target
 from specdec.drafters.eagle import EagleConfig, create
@@ -40,8 +40,8 @@ def test_the_dequantised_folder_is_clean(demo: Target):
 
 
 def test_plain_eagle_and_transformers_agree_on_real_prompts(demo: Target):
-    prompts = [prompt_ids(demo.tokenizer, p.messages, p.id) for p in bundled("maths", "heldout")[:4]]
-    prompts += [prompt_ids(demo.tokenizer, p.messages, p.id) for p in bundled("code", "heldout")[:2]]
+    template = Template(demo.tokenizer)
+    prompts = bundled_prompts(template, "maths", "heldout")[:4] + bundled_prompts(template, "code", "heldout")[:2]
     limits = Limits(48, demo.stop_tokens)
     expected = [stock_generate(demo, prompt, limits) for prompt in prompts]
     counts = torch.arange(demo.vocab_size, 0, -1).double()

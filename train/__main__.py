@@ -16,13 +16,21 @@ def main() -> None:
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")  # its products of 1024 shapes take gigabytes, and every batch has another
     warnings.filterwarnings("ignore", category=FutureWarning)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell starts us with it ignored
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell starts us with them ignored
+        signal.signal(number, _interrupt)
     try:
         _main()
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on from here", file=sys.stderr)
         sys.exit(130)
+
+
+interrupted: list[int] = []
+
+
+def _interrupt(number: int, _: Any) -> None:
+    interrupted.append(number)
+    raise KeyboardInterrupt
 
 
 def _main() -> None:
@@ -41,10 +49,14 @@ def _main() -> None:
     def run(node: DictConfig) -> None:
         try:
             run_pipeline(read(node))
-        except UserError as error:  # here and not outside: Hydra would print its own lines around it
-            _fail(str(error))
-        except (OSError, SafetensorError) as error:
-            _fail(f"{error} (the same command goes on from what is finished)")
+        except Exception as error:
+            if interrupted:  # compiled code may turn an interrupt into an error of its own
+                raise KeyboardInterrupt from error
+            if isinstance(error, UserError):  # said here and not outside: Hydra would print its own lines around it
+                _fail(str(error))
+            if isinstance(error, OSError | SafetensorError):
+                _fail(f"{error} (the same command goes on from what is finished)")
+            raise
 
     try:
         run()

@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.capture import CaptureConfig
 from data.distill import DistillConfig
 from data.prepare import DataConfig
 from eval.evaluate import EvalConfig
@@ -28,8 +29,8 @@ from train.log import LogConfig
 from train.loop import FitConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-STAGES = ("prepare", "distill", "fit", "evaluate", "export")
-GROUPS = ("target", "drafter", "data", "distill", "fit", "eval", "export", "log")
+STAGES = ("prepare", "distill", "capture", "fit", "evaluate", "export")
+GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "eval", "export", "log")
 T = TypeVar("T")
 
 
@@ -65,6 +66,8 @@ class TopConfig:
     """Stages to run."""
     redo: list[str] = field(default_factory=list)
     """Stages to make again, with those that depend on them."""
+    dry_run: bool = False
+    """Only say what the data is and what would be trained on; nothing is written."""
 
     def __post_init__(self) -> None:
         for name, stages in (("stages", self.stages), ("redo", self.redo)):
@@ -86,6 +89,7 @@ class RunConfig:
     seed: int
     stages: list[str]
     redo: list[str]
+    dry_run: bool
     target: TargetConfig
     kind: str
     model: Any
@@ -93,6 +97,7 @@ class RunConfig:
     tree: TreeConfig
     data: DataConfig
     distill: DistillConfig
+    capture: CaptureConfig
     fit: FitConfig
     eval: EvalConfig
     export: ExportConfig
@@ -109,12 +114,20 @@ def build(cls: type[T], node: DictConfig, where: str) -> T:
             name = f"{where}.{key}".lstrip(".")
             raise UserError(f"unknown config key '{name}'; known: {', '.join(known)}.{nearest(key, known)}")
     schema = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(schema, False)
+    _open(schema)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = f"{where}.{error.full_key or ''!s}".strip(".")
         raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _open(node: Any) -> None:
+    """Let values in: a frozen dataclass makes a read-only node."""
+    if isinstance(node, DictConfig) and not node._is_none():
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            _open(node._get_node(key))
 
 
 def read(node: DictConfig) -> RunConfig:
@@ -126,10 +139,11 @@ def read(node: DictConfig) -> RunConfig:
     module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
     return RunConfig(
-        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{'-'.join(data.domains)}"),
+        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{'-'.join(data.labels)}"),
         seed=top.seed,
         stages=top.stages,
         redo=top.redo,
+        dry_run=top.dry_run,
         target=target,
         kind=kind,
         model=build(module.Config, node.drafter.model, "drafter.model"),
@@ -137,6 +151,7 @@ def read(node: DictConfig) -> RunConfig:
         tree=build(TreeConfig, node.drafter.tree, "drafter.tree"),
         data=data,
         distill=build(DistillConfig, node.distill, "distill"),
+        capture=build(CaptureConfig, node.capture, "capture"),
         fit=build(FitConfig, node.fit, "fit"),
         eval=build(EvalConfig, node.eval, "eval"),
         export=build(ExportConfig, node.export, "export"),

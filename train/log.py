@@ -73,7 +73,7 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
-def bar(label: str, total: int, unit: str, start: int = 0) -> tqdm:
+def bar(label: str, total: int | None, unit: str, start: int = 0) -> tqdm:
     """A progress bar with rate and time left; on a log file one line every half minute."""
     interactive = sys.stderr.isatty()
     return tqdm(
@@ -81,6 +81,7 @@ def bar(label: str, total: int, unit: str, start: int = 0) -> tqdm:
         total=total,
         initial=start,
         unit=unit,
+        unit_scale=unit == "B",
         mininterval=0.5 if interactive else 30,
         dynamic_ncols=interactive,
         ncols=None if interactive else 100,

@@ -37,7 +37,9 @@ class FitConfig:
     max_steps: int | None = None
     """Optimiser steps."""
     batch_size: int = 4
-    """Texts per batch."""
+    """Rows per batch: a text each, or as many as pack_tokens takes."""
+    pack_tokens: int | None = None
+    """Put several texts into one row of up to this many tokens; they do not see each other. null: a text a row."""
     gradient_accumulation_steps: int = 1
     """Batches per optimiser step."""
     warmup_ratio: float = 0.04
@@ -57,15 +59,16 @@ class FitConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "save_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"fit.{name} must be 1 or more, got {getattr(self, name)}")
+        if self.pack_tokens is not None and self.pack_tokens < 1:
+            raise UserError(f"fit.pack_tokens must be 1 or more, or null, got {self.pack_tokens}")
         if self.lr <= 0 or self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 1):
             raise UserError("fit.lr, fit.epochs and fit.max_steps must be above 0")
 
-    def steps(self, texts: int) -> int:
-        """Optimiser steps for this many texts."""
+    def steps(self, batches: int) -> int:
+        """Optimiser steps, given the batches of one pass over the texts."""
         if self.max_steps is not None:
             return self.max_steps
-        per_epoch = -(-texts // self.batch_size)
-        return max(1, round(self.epochs * per_epoch / self.gradient_accumulation_steps))
+        return max(1, round(self.epochs * batches / self.gradient_accumulation_steps))
 
 
 class Objective(Protocol):

@@ -264,6 +264,11 @@ def create(config: EagleConfig, target: Target, counts: Tensor, generator: torch
     return drafter.to(target.device)
 
 
+def vocabulary(drafter: Eagle) -> Tensor:
+    """Ids it can propose, [Vd]."""
+    return drafter.draft_ids
+
+
 def config_of(drafter: Eagle) -> dict[str, Any]:
     """What save_drafter writes beside the weights."""
     return {**asdict(drafter.shape), "tree": asdict(drafter.tree)}

@@ -5,9 +5,15 @@ import re
 
 import pytest
 
-from data.sources import BUNDLED, bundled, bundled_domains
+from data.formats import parse
+from data.sources import BUNDLED, bundled_domains
+from data.sources import bundled as source
 
 RUN = 13
+
+
+def bundled(domain, split):
+    return [parse(record.row, {}) for record in source(domain, split).records()]
 
 
 def words(prompt):

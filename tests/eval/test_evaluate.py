@@ -3,7 +3,7 @@ import itertools
 import pytest
 from makers import DRAFTERS
 
-from data.prepare import Row
+from data.rows import Row
 from eval.evaluate import CHOICES, COSTS, EvalConfig, choose, evaluate, settle
 from eval.speed import ratio
 from specdec import UserError

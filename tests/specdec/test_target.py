@@ -61,6 +61,31 @@ def test_features_of_texts_equal_those_of_reading(target):
     assert torch.allclose(features[1, :2, 0], full(target, [5, 6]).hidden_states[1][0], atol=1e-12)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_of_packed_texts_equal_those_of_each_alone(family):
+    """Also where a row is longer than the window, as long as its texts are not: learned positions end there."""
+    target = Target(family_model(family, 0, positions=16))
+    sizes = [[9, 3, 7], [1], [14]]
+    tokens, documents = torch.zeros(3, 19, dtype=torch.long), torch.full((3, 19), -1)
+    alone = []
+    for row, lengths in enumerate(sizes):
+        start = 0
+        for length in lengths:
+            text = torch.randint(3, 200, (length,), generator=torch.Generator().manual_seed(length))
+            tokens[row, start : start + length], documents[row, start : start + length] = text, len(alone)
+            alone.append(target.features(text[None], (1, "final"))[0])
+            start += length
+    features = target.features(tokens, (1, "final"), documents)
+    for number, expected in enumerate(alone):
+        assert torch.allclose(features[documents == number], expected, atol=1e-12)
+
+
+def test_one_document_a_row_has_the_features_it_always_had(target):
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    documents = torch.tensor([[0, 0, 0, 0], [1, 1, -1, -1]])
+    assert torch.equal(target.features(tokens, (1, 3), documents), target.features(tokens, (1, 3)))
+
+
 def test_the_head_scores_stored_states(target):
     reading = target.start([[3, 4]], 4, ("final",))
     assert torch.equal(target.head(reading.features[:, -1, 0]), reading.logits[:, 0])

@@ -74,12 +74,59 @@ def test_a_broken_third_line_and_an_empty_file_are_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": \n')
     done = train("data=jsonl", f"data.path={tmp_path / 'bad.jsonl'}", f"out={tmp_path / 'run'}")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {tmp_path / 'bad.jsonl'}, line 3: not valid JSON")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: {tmp_path / 'bad.jsonl'}, line 3: broken JSON")
+    assert "1 of 3 rows were rejected (33 %" in last
+    assert not (tmp_path / "run/prepare/manifest.json").exists()
+    assert json.loads((tmp_path / "run/prepare/rejects.jsonl").read_text())["where"] == "line 3"
     (tmp_path / "empty.jsonl").write_text("")
-    done = train("data=jsonl", f"data.path={tmp_path / 'empty.jsonl'}", f"out={tmp_path / 'run'}")
+    done = train("data=jsonl", f"data.path={tmp_path / 'empty.jsonl'}", f"out={tmp_path / 'other'}")
     assert done.returncode == 1
     assert "empty.jsonl: the file is empty" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "columns.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 4)
+    done = train("data=jsonl", f"data.path={tmp_path / 'columns.jsonl'}", f"out={tmp_path / 'other'}")
+    assert "its columns are question, answer" in done.stderr
+    assert "data.mapping={prompt: question, completion: answer}" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_columns_by_name_recorded_answers_packing_and_capture(tmp_path, target_folder):
+    """GSM8K's layout with a mapping; trained on as recorded, packed, with features from disk."""
+    path = tmp_path / "maths.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"{i} + 1?", "answer": f"It is {i + 1}."}) + "\n" for i in range(14))
+    )
+    out = tmp_path / "run"
+    arguments = command(out, target_folder, "data.mapping={prompt: question, completion: answer}", f"data.path={path}")
+    look = run(*arguments, "distill.backend=recorded", "dry_run=true")
+    assert look.returncode == 0, look.stderr
+    assert "prompt/completion (14 of the first 14 rows)" in look.stdout
+    assert "«It is 1.</s>»" in look.stdout
+    assert not out.exists()
+    done = run(*arguments, "distill.backend=recorded", "fit.pack_tokens=128", "capture.enabled=true")
+    assert done.returncode == 0, done.stderr
+    assert "not written by the target but by nobody named (14)" in done.stdout
+    assert "draft vocabulary of 64 tokens covers: mine" in done.stdout
+    assert json.loads((out / "capture/manifest.json").read_text())["counts"]["stored"] == 11
+    assert "identical, token for token" in done.stdout
+
+
+def test_a_mixture_on_the_command_line(tmp_path, target_folder):
+    for name in ("law", "code"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name} {i}"}}\n' for i in range(9)))
+    sources = ", ".join(f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("law", 2), ("code", 1)))
+    out = tmp_path / "run"
+    done = train(
+        "data=mixture",
+        f"data.sources=[{sources}]",
+        f"target.source={target_folder}",
+        f"out={out}",
+        "stages=[prepare]",
+        "data.heldout=2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "prepare/manifest.json").read_text())["counts"]["domains"] == {"code": 3, "law": 7}
 
 
 def test_the_whole_pipeline_and_a_second_run(tmp_path, target_folder):

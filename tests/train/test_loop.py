@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.batches import batches
-from data.distill import Text
+from data.texts import Text
 from specdec import UserError
 from specdec.drafters.eagle import EagleConfig, config_of, create
 from train import checkpoint
@@ -24,7 +24,7 @@ class Bench:
         self.texts = []
         for i in range(6):
             tokens = torch.randint(3, 200, (10 + i,), generator=torch.Generator().manual_seed(i))
-            self.texts.append(Text(tokens, 2, target.features(tokens[None], taps)[0].clone()))
+            self.texts.append(Text(tokens, ((2, len(tokens)),), target.features(tokens[None], taps)[0].clone()))
 
     def run(self, steps, stop_at=None):
         counts = torch.arange(self.target.vocab_size, 0, -1).double()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from data.batches import Batch
 from specdec import fast
-from specdec.align import Slots, align
+from specdec.align import Slots, align, any_packed, positions_within, visible_within
 from specdec.drafters.eagle import Eagle
 from specdec.errors import UserError
 from specdec.layers import grouped
@@ -49,11 +49,12 @@ class UnrolledAttention:
     """Keys and values of the steps so far. Called once per step with that step's queries, keys and values.
 
     Step 0 covers all T slots; later steps only the slots [B, M] that are scored at all, since only step-0 keys are
-    seen by other slots.
+    seen by other slots. visible [B, T, T]: which of those a slot sees; None: all up to its own, where each row is one
+    document.
     """
 
-    def __init__(self, slots: Tensor) -> None:
-        self.slots = slots
+    def __init__(self, slots: Tensor, visible: Tensor | None) -> None:
+        self.slots, self.visible = slots, visible
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -62,13 +63,16 @@ class UnrolledAttention:
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:
-            return grouped(query, key, value, None)
+            return grouped(query, key, value, self.visible)
         width = query.shape[3]
         query = query.unflatten(1, (key.shape[1], -1)) * width**-0.5  # [B, G, share, M, d]
         count = self.keys[0].shape[2]
-        later = torch.arange(count, device=query.device) > self.slots[..., None]
+        if self.visible is None:
+            unseen = torch.arange(count, device=query.device) > self.slots[..., None]
+        else:
+            unseen = ~self.visible.gather(1, self.slots[..., None].expand(-1, -1, count))
         first = query @ self.keys[0][:, :, None].transpose(-1, -2)
-        scores = [first.masked_fill(later[:, None, None], -torch.inf)]
+        scores = [first.masked_fill(unseen[:, None, None], -torch.inf)]
         scores += [(query * own[:, :, None]).sum(-1, keepdim=True) for own in self.keys[1:]]
         weights = torch.cat(scores, -1).softmax(-1)
         out = weights[..., :count] @ self.values[0][:, :, None]
@@ -118,14 +122,14 @@ class EagleObjective:
             # A label the drafter cannot propose teaches it nothing (EAGLE-3 drops these rows as well).
             steps.append(Slots(slot.inputs, slot.labels, slot.teacher, slot.scored & self.in_vocab[slot.labels]))
         used = scored_slots(steps)
-        attend = UnrolledAttention(used)
-        position = torch.arange(batch.tokens.shape[1], device=own.device).expand_as(batch.tokens)
+        position = positions_within(batch.documents)
+        attend = UnrolledAttention(used, visible_within(batch.documents) if any_packed(batch.documents) else None)
         normed, hidden = drafter.step(steps[0].inputs, drafter.fuse(own), position, attend)
         rows = [normed[steps[0].scored]]
         hidden = hidden.gather(1, used[..., None].expand(-1, -1, hidden.shape[2]))
         for step in range(1, self.config.unroll):
             inputs, scored = steps[step].inputs.gather(1, used), steps[step].scored
-            normed, hidden = drafter.step(inputs, hidden, used + step, attend)
+            normed, hidden = drafter.step(inputs, hidden, position.gather(1, used) + step, attend)
             rows.append(_scatter(normed, used, scored.shape[1])[scored])
         return rows, steps
 

@@ -1,13 +1,19 @@
 """The proof of alignment: memorise one text, decode it, and nearly all is accepted; the neighbouring horizons fail."""
 
+import dataclasses
+
 import pytest
 import torch
-from tiny import EOS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import EOS, tiny_model
 
-from data.batches import Batch
-from specdec import Limits, TreeConfig, generate
+from data.batches import Batch, collate
+from data.texts import Text
+from specdec import Limits, Target, TreeConfig, generate
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.none import Plain
+from train.objectives import eagle
 from train.objectives.eagle import EagleObjective, EagleObjectiveConfig, scored_slots
 from train.optim import Optimizers
 
@@ -108,3 +114,126 @@ def test_scored_slots_keeps_order(target):
     for row in range(2):
         want = torch.stack([s.scored for s in slots]).any(0)[row].nonzero()[:, 0].tolist()
         assert used[row, : len(want)].tolist() == want
+
+
+# -- several texts in a row ------------------------------------------------------------------------------------------
+
+SHARED = Target(tiny_model())
+SPANS = [((3, 9),), ((2, 4), (7, 12)), ((1, 5),), ((4, 7), (9, 11), (13, 15))]
+
+
+def make_texts(features, spans=SPANS):
+    """Texts of several turns; the last feature of each was never read, as when an answer was decoded."""
+    texts = []
+    for number, parts in enumerate(spans):
+        tokens = torch.randint(0, 200, (parts[-1][1],), generator=torch.Generator().manual_seed(number))
+        kept = SHARED.features(tokens[None], (*TAPS, "final"))[0][:-1] if features else None
+        texts.append(Text(tokens, parts, kept))
+    return texts
+
+
+def trained(objective, drafter, made):
+    """Summed losses and counts of batches, and the gradient of the loss."""
+    drafter.zero_grad()
+    sums = {}
+    for batch in made:
+        totals = objective(drafter, batch)
+        totals["loss"].sum.backward()
+        for name, total in totals.items():
+            sums[name] = sums.get(name, 0) + torch.stack([total.sum.detach().double(), total.count.double()])
+    return sums, {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+
+
+def assert_same_training(one, other):
+    for name in one[0]:
+        assert torch.allclose(one[0][name], other[0][name], rtol=1e-9, atol=1e-12), name
+    for name, gradient in one[1].items():
+        assert torch.allclose(gradient, other[1][name], rtol=1e-9, atol=1e-9 * float(gradient.abs().max())), name
+
+
+TAPS = objective_for(SHARED)[0].taps
+
+
+@pytest.mark.parametrize("supervise_prompt", [False, True])
+@pytest.mark.parametrize("unroll", [1, 3])
+@pytest.mark.parametrize("features", [True, False], ids=["stored", "computed"])
+def test_packed_texts_train_as_they_do_alone(features, unroll, supervise_prompt):
+    drafter, objective = objective_for(SHARED, unroll=unroll)
+    a, b, c, d = make_texts(features)
+
+    def batch(*rows):
+        return collate([list(row) for row in rows], SHARED, (*TAPS, "final"), supervise_prompt)
+
+    alone = trained(objective, drafter, [batch([text]) for text in (a, b, c, d)])
+    assert float(alone[0]["loss"][1]) > 0
+    for layout in (
+        [batch([a], [b], [c], [d])],
+        [batch([a, b, c, d])],
+        [batch([d, a], [c, b])],
+        [batch([b, c, a], [d])],
+    ):
+        assert_same_training(alone, trained(objective, drafter, layout))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_however_texts_are_packed_the_loss_is_the_same(data):
+    drafter, objective = objective_for(SHARED)
+    ends = st.lists(st.integers(0, 12), min_size=2, max_size=4, unique=True).map(sorted)
+    spans = [
+        tuple(zip(cuts[::2], cuts[1::2], strict=False)) for cuts in data.draw(st.lists(ends, min_size=1, max_size=6))
+    ]
+    texts = make_texts(True, spans)
+    rows, rest = [], data.draw(st.permutations(texts))
+    while rest:
+        cut = data.draw(st.integers(1, len(rest)))
+        rows, rest = [*rows, rest[:cut]], rest[cut:]
+    taps = (*TAPS, "final")
+    alone = trained(objective, drafter, [collate([[text]], SHARED, taps, False) for text in texts])
+    assert_same_training(alone, trained(objective, drafter, [collate(rows, SHARED, taps, False)]))
+
+
+def test_without_the_document_mask_the_loss_is_another(monkeypatch):
+    """The control: rows taken for one text each, wholly and then in the attention alone."""
+    drafter, objective = objective_for(SHARED)
+    batch = collate([make_texts(True)], SHARED, (*TAPS, "final"), False)
+    right = objective(drafter, batch)["loss"]
+    mixed = objective(drafter, dataclasses.replace(batch, documents=torch.zeros_like(batch.documents)))["loss"]
+    assert mixed.count > right.count, "slots that predict into the next text"
+    monkeypatch.setattr(eagle, "any_packed", lambda _: False)
+    crossed = objective(drafter, batch)["loss"]
+    assert crossed.count == right.count
+    assert not torch.isclose(crossed.sum, right.sum, rtol=1e-4)
+
+
+def test_one_text_a_row_needs_no_mask(monkeypatch):
+    drafter, objective = objective_for(SHARED)
+    batch = collate([[text] for text in make_texts(True)], SHARED, (*TAPS, "final"), False)
+    monkeypatch.setattr(eagle, "visible_within", lambda _: pytest.fail("a mask was made"))
+    objective(drafter, batch)
+
+
+@pytest.mark.parametrize("token", [0, 7, EOS])
+def test_what_stands_in_the_padding_changes_nothing(token):
+    drafter, objective = objective_for(SHARED)
+    a, b, c, _ = make_texts(False)
+    batch = collate([[a, c], [b]], SHARED, (*TAPS, "final"), False)
+    tokens = batch.tokens.masked_fill(batch.documents < 0, token)
+    features = SHARED.features(tokens, (*TAPS, "final"), batch.documents).clone()
+    other = dataclasses.replace(batch, tokens=tokens, features=features)
+    assert_same_training(trained(objective, drafter, [batch]), trained(objective, drafter, [other]))
+
+
+def test_each_supervised_span_counts_and_nothing_else():
+    """A token counts at step s if its slot, 2 + s before it, is in the text."""
+    drafter, objective = objective_for(SHARED)
+    tokens = torch.arange(3, 23)
+    assert torch.isin(tokens, drafter.draft_ids).all()
+    text = Text(tokens, ((2, 6), (11, 14)))
+    batch = collate([[text, text]], SHARED, (*TAPS, "final"), False)
+    totals = objective(drafter, batch)
+    counts = [float(totals[f"accept_{step}"].count) for step in (1, 2, 3)]
+    assert counts == [2 * (4 + 3), 2 * (3 + 3), 2 * (2 + 3)]
+    _, slots = objective._unroll(drafter, batch, batch.features[:, :, :-1], batch.features[:, :, -1])
+    for step in slots:
+        assert set(step.labels[step.scored].tolist()) <= set(tokens[2:6].tolist() + tokens[11:14].tolist())

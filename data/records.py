@@ -1,0 +1,190 @@
+"""JSON text to records, one broken record at a time: what `datasets` cannot do, since it gives up the whole file.
+
+A file is either lines of JSON or one array (the usual ShareGPT dump, often gigabytes); both are read as a stream. What
+cannot be read becomes a record with a reason and its place, and reading goes on behind it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+
+BROKEN, CUT, NOT_OBJECT, ENCODING, NUL = (
+    "broken JSON",
+    "cut off",
+    "not an object",
+    "not UTF-8",
+    "NUL byte",
+)
+CHUNK = 1 << 20
+LONGEST = 1 << 26  # characters of one record: what is longer is broken, not unfinished
+_SPACE = re.compile(r"[\s,]*")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a source: its row, or why there is none. where: "line 3" or "row 3"; read: bytes so far."""
+
+    where: str
+    row: dict[str, Any] | None
+    reason: str = ""
+    detail: str = ""
+    read: int = 0
+
+
+def read_json(path: Path) -> Iterator[Record]:
+    """The records of a .json or .jsonl file, also compressed ones (.gz, .bz2, .xz, .zst)."""
+    with fsspec.open(str(path), "rb", compression="infer") as file:
+        start = file.read(4)
+        file.seek(0)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            yield Record("line 1", None, ENCODING, "the file is UTF-16; save it as UTF-8")
+            return
+        if start.startswith(codecs.BOM_UTF8):
+            file.seek(len(codecs.BOM_UTF8))
+        begin = file.tell()
+        first = file.read(CHUNK).lstrip()[:1]
+        file.seek(begin)
+        yield from _Array(file, begin).records() if first == b"[" else _lines(file, begin)
+
+
+def _lines(file: BinaryIO, begin: int) -> Iterator[Record]:
+    end = begin
+    for number, line in enumerate(file, 1):
+        start, end = end, end + len(line)
+        if not line.strip():
+            continue
+        where = f"line {number}"
+        cut = Record(where, None, CUT, f"the file ends at byte {end}, within a record begun at {start}", end)
+        if b"\0" in line:
+            yield Record(where, None, NUL, f"at byte {start + line.index(0)}", end)
+            continue
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            # The last bytes may be the first half of a character.
+            half = error.reason == "unexpected end of data"
+            yield cut if half else Record(where, None, ENCODING, f"at byte {start + error.start}", end)
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            if line.endswith(b"\n"):
+                yield Record(where, None, BROKEN, f"{error.msg} at column {error.colno}", end)
+            else:
+                yield cut
+            continue
+        except RecursionError:
+            yield Record(where, None, BROKEN, "nested too deeply", end)
+            continue
+        yield _checked(where, row, end)
+
+
+def _checked(where: str, row: Any, read: int) -> Record:
+    if isinstance(row, dict):
+        return Record(where, row, read=read)
+    return Record(where, None, NOT_OBJECT, f"a {type(row).__name__}", read)
+
+
+class _Array:
+    """One JSON array as a stream. text[at:] is what is read and not yet used; byte and line are those of `at`."""
+
+    def __init__(self, file: BinaryIO, byte: int) -> None:
+        self.file, self.byte, self.line = file, byte, 1
+        self.text, self.at, self.ended, self.size = "", 0, False, CHUNK
+        self.decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self.key: str | None = None
+        """The first key of the records so far: where one is broken, the next begins with it."""
+
+    def records(self) -> Iterator[Record]:
+        scan = json.JSONDecoder().raw_decode
+        self._fill()
+        self._use(self.text.index("[") + 1)
+        while self._begin():
+            if self.text[self.at] == "]":
+                return
+            where = f"line {self.line}"
+            try:
+                row, end = scan(self.text, self.at)
+            except json.JSONDecodeError as error:
+                # An error at the very end of what was read may only mean that the rest is still to come.
+                unfinished = error.pos >= len(self.text) - 16 or error.msg.startswith("Unterminated")
+                if unfinished and not self.ended and len(self.text) - self.at < LONGEST:
+                    self._fill()
+                elif unfinished and self.ended:
+                    yield Record(where, None, CUT, self._cut(), self.byte)
+                    return
+                else:
+                    detail = f"{error.msg} at byte {self._byte_of(error.pos)}"
+                    yield Record(where, None, BROKEN, detail, self.byte)
+                    self._skip()
+                continue
+            except RecursionError:
+                yield Record(where, None, BROKEN, f"nested too deeply at byte {self.byte}", self.byte)
+                self._skip()
+                continue
+            piece = self.text[self.at : end]
+            self._use(end)
+            if isinstance(row, dict) and row:
+                self.key = next(iter(row))
+            yield self._sound(where, row, piece)
+        yield Record(f"line {self.line}", None, CUT, f"the file ends at byte {self.byte}, without its closing ]")
+
+    def _sound(self, where: str, row: Any, piece: str) -> Record:
+        if not piece.isascii() and any("\udc80" <= letter <= "\udcff" for letter in piece):
+            return Record(where, None, ENCODING, f"within the record ending at byte {self.byte}", self.byte)
+        return _checked(where, row, self.byte)
+
+    def _fill(self) -> None:
+        data = self.file.read(self.size)
+        self.size = min(2 * self.size, LONGEST) if self.at == 0 and self.text else CHUNK
+        self.ended = not data
+        self.text, self.at = self.text[self.at :] + self.decode(data, final=self.ended), 0
+
+    def _begin(self) -> bool:
+        """Move to the next record; false at the end of the file."""
+        while True:
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None
+            self._use(match.end())
+            if self.at < len(self.text):
+                return True
+            if self.ended:
+                return False
+            self._fill()
+
+    def _skip(self) -> None:
+        """Move behind a broken record: to the next one that begins as the others do."""
+        key = '"' if self.key is None else re.escape(json.dumps(self.key)) + r"\s*:"
+        begin = re.compile(r",\s*(?=\{\s*" + key + ")")
+        start = self.at + 1
+        while True:
+            if match := begin.search(self.text, start):
+                self._use(match.end())
+                return
+            if self.ended:
+                self._use(len(self.text))
+                return
+            self._use(max(self.at, len(self.text) - 4096))  # a record may begin across two pieces
+            start = self.at + 1
+            self._fill()
+            start = 0
+
+    def _use(self, end: int) -> None:
+        used = self.text[self.at : end]
+        self.byte += len(used) if used.isascii() else len(used.encode("utf-8", "surrogateescape"))
+        self.line += used.count("\n")
+        self.at = end
+
+    def _byte_of(self, position: int) -> int:
+        return self.byte + len(self.text[self.at : position].encode("utf-8", "surrogateescape"))
+
+    def _cut(self) -> str:
+        return f"the file ends at byte {self._byte_of(len(self.text))}, within a record begun at {self.byte}"

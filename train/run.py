@@ -1,0 +1,153 @@
+"""One run: its folder, its log, its target, and what each stage is made from (the fingerprints)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.artifact import Stage, fingerprint, forget, open_stage, plan_of, stale, write_text
+from data.chat import Template, tokenizer_hash
+from data.prepare import open_sources
+from specdec.drafter import drafter_module, open_drafter
+from specdec.errors import UserError
+from specdec.load import TextSide, load_target, load_text_side
+from specdec.target import Tap, Target
+from train.config import STAGES, RunConfig
+from train.log import Log, say
+
+DEPENDS: dict[str, tuple[str, ...]] = {
+    "prepare": (),
+    "distill": ("prepare",),
+    "capture": ("distill",),
+    "fit": ("distill", "capture"),
+    "evaluate": ("fit",),
+    "export": ("fit",),
+}
+
+
+class Run:
+    """What the stages share: the configuration, the log and, once needed, the target."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @functools.cached_property
+    def log(self) -> Log:
+        """Begun with the first stage that may write here."""
+        write_text(self.config.out / "config.yaml", self.config.text)
+        return Log(self.config.log, self.config.out, self.config.out.name)
+
+    def close(self) -> None:
+        if "log" in vars(self):
+            self.log.close()
+
+    @functools.cached_property
+    def target(self) -> Target:
+        start = time.monotonic()
+        target = load_target(self.config.target, say)
+        say(f"target {target.name}: {target.layers} layers, loaded in {time.monotonic() - start:.1f} s")
+        return target
+
+    @functools.cached_property
+    def text_side(self) -> Target | TextSide:
+        """The target's tokenizer and sizes, without its weights where they are not needed yet."""
+        return self.target if "target" in vars(self) else load_text_side(self.config.target, say)
+
+    @functools.cached_property
+    def template(self) -> Template:
+        data = self.config.data
+        return Template(self.text_side.tokenizer, data.chat_template, data.system)
+
+    # -- what each stage is made from --------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _content(self) -> list[str]:
+        """Hashes of what the sources hold."""
+        return [source.content() for sources in open_sources(self.config.data) for source in sources]
+
+    @property
+    def recorded(self) -> bool:
+        return self.config.distill.backend == "recorded"
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        config = self.config
+        fast = {"target.fast": config.target.fast}  # it rounds in another order
+        if name == "prepare":
+            tokenizer = tokenizer_hash(self.text_side.tokenizer)
+            return {
+                "data": asdict(config.data) | {"content": self._content, "recorded": self.recorded},
+                "target": {"source": config.target.source, "dtype": config.target.dtype, "tokenizer": tokenizer},
+            }
+        taps = {"drafter.kind": config.kind, "drafter.model.taps": asdict(config.model).get("taps")}
+        if name == "distill":
+            # Where a server is and how it is asked changes nothing in what it writes.
+            made = asdict(config.distill) | {"server": config.distill.server.model}
+            made["features"] = config.distill.features and not config.capture.enabled
+            return {"distill": made, "seed": config.seed, **fast} | taps
+        if name == "capture":
+            return {"capture": asdict(config.capture) if config.capture.enabled else None, **taps, **fast}
+        if name == "fit":
+            drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
+            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed, **fast}
+        if name == "evaluate":
+            return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree), **fast}
+        return {"export": asdict(config.export)}
+
+    def _inputs(self, name: str) -> dict[str, str]:
+        return {one: fingerprint(plan_of(self._settings(one), self._inputs(one))) for one in DEPENDS[name]}
+
+    def folder(self, name: str) -> Path:
+        return self.config.out / name / self.config.eval.name if name == "evaluate" else self.config.out / name
+
+    def open(self, name: str) -> Stage:
+        """Begin, continue or skip a stage; with redo, what is there goes first, and all that was made from it."""
+        folder, settings, inputs = self.folder(name), self._settings(name), self._inputs(name)
+        if name in self.config.redo and stale(folder, settings, inputs):
+            _ = self.target  # a target that cannot be loaded must not cost what is there
+            forget(folder)
+            for later in STAGES:
+                if name in _ancestors(later):
+                    forget(self.config.out / later)
+        stage = open_stage(folder, name, settings, inputs)
+        _ = self.log
+        return stage
+
+    def need(self, name: str) -> Stage:
+        """A stage made before. Raises UserError when it is not finished or of other settings."""
+        folder = self.folder(name)
+        if not (folder / "manifest.json").is_file():
+            raise UserError(f"stage {name} is not finished in {self.config.out}; add it to stages")
+        return open_stage(folder, name, self._settings(name), self._inputs(name))
+
+    # -- small parts -------------------------------------------------------------------------------------------
+
+    def taps(self) -> tuple[Tap, ...]:
+        module = drafter_module(self.config.kind)
+        return (*module.taps_for(self.config.model, self.target), "final")
+
+    def drafter(self, fitted: Stage, dtype: torch.dtype | None = None) -> Any:
+        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target, dtype)
+        drafter.tree = self.config.tree
+        return drafter
+
+    def own_domains(self) -> list[str]:
+        return sorted(self.need("prepare").counts["domains"])
+
+    def skip(self, stage: Stage) -> bool:
+        if stage.finished:
+            say(f"{stage.kind:9} finished before, reused ({in_words(stage)})")
+        return stage.finished
+
+
+def _ancestors(name: str) -> set[str]:
+    return {one for parent in DEPENDS[name] for one in (parent, *_ancestors(parent))}
+
+
+def in_words(stage: Stage) -> str:
+    plain = {key: value for key, value in stage.counts.items() if not isinstance(value, dict)}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in plain.items())
