@@ -49,3 +49,9 @@ def test_plain_eagle_and_transformers_agree_on_real_prompts(demo: Target):
     for one in (Plain(), drafter):
         assert [g.tokens for g in generate(demo, one, prompts, limits)] == expected
         assert [generate(demo, one, [p], limits)[0].tokens for p in prompts] == expected
+
+
+def test_half_precision_is_not_taken_for_a_wrong_forward(demo: Target):
+    folder = demo.model.name_or_path
+    target = load_target(TargetConfig("half", folder, dtype="bfloat16", device="cpu", cache=str(Path(folder).parent)))
+    assert target.model.dtype == torch.bfloat16
