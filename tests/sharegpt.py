@@ -70,8 +70,11 @@ def broken(random: random.Random, number: int, fault: str, good: list[bytes]) ->
     return json.dumps(row).encode()
 
 
-def write_sharegpt(path: Path, count: int, bad: float = 0.03, seed: int = 0) -> Counter[str]:
-    """`count` lines, a share `bad` of them with every fault in turn; returns how many of each there are."""
+def write_sharegpt(path: Path, count: int, bad: float = 0.03, seed: int = 0, cut: bool = False) -> Counter[str]:
+    """`count` lines, a share `bad` of them with every fault in turn; returns how many of each there are.
+
+    cut: one more, in the middle of which the file ends.
+    """
     drawn = random.Random(seed)
     counts: Counter[str] = Counter()
     wrong = set(drawn.sample(range(100, count), round(bad * count)))
@@ -87,4 +90,7 @@ def write_sharegpt(path: Path, count: int, bad: float = 0.03, seed: int = 0) -> 
                 if len(recent) < 1000:
                     recent.append(line)
             file.write(line + b"\n")
+        if cut:
+            file.write(json.dumps(conversation(drawn, count)).encode()[:60])
+            counts["cut off"] += 1
     return counts

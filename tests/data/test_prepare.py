@@ -49,8 +49,8 @@ def rejects(folder):
 
 
 def test_every_fault_is_counted_exactly(tmp_path):
-    faults = write_sharegpt(tmp_path / "a.jsonl", 1500, bad=0.08)
-    assert set(faults) == set(FAULTS)
+    faults = write_sharegpt(tmp_path / "a.jsonl", 1499, bad=0.08, cut=True)
+    assert set(faults) == {*FAULTS, "cut off"}
     counts, train, heldout, said = run(tmp_path, DataConfig(["x"], str(tmp_path / "a.jsonl"), max_prompt_tokens=2000))
     assert counts["reasons"] == dict(faults)
     assert counts["rows"] == 1500
