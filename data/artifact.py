@@ -56,13 +56,18 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def open_stage(folder: Path, kind: str, config: Mapping[str, Any], inputs: Mapping[str, str]) -> Stage:
-    """Begin, continue or skip a stage.
+def open_stage(
+    folder: Path, kind: str, config: Mapping[str, Any], inputs: Mapping[str, str], pieces: bool = True
+) -> Stage:
+    """Begin, continue or skip a stage. pieces: an unfinished one holds pieces worth keeping.
 
     Raises UserError when the folder holds the same stage made with other settings or from other inputs.
     """
     plan = plan_of(config, inputs)
     before = _read_plan(folder)
+    if before != plan and not pieces and not (folder / MANIFEST).is_file():
+        forget(folder)
+        before = None
     if before is not None and before != plan and not _empty(folder):
         raise UserError(
             f"{folder} was made with {_difference(before, plan, kind)}. Use another out=FOLDER, or redo=[{kind}] "
@@ -106,7 +111,7 @@ def _empty(folder: Path) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    write_by(path, lambda temporary: temporary.write_text(text))
+    write_by(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_by(path: Path, write: Callable[[Path], Any]) -> None:
@@ -132,15 +137,17 @@ def versions() -> dict[str, str]:
 
 def _difference(before: Any, after: Any, kind: str) -> str:
     old, new = _flat(before), _flat(after)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key, "absent") != new.get(key, "absent"))
     # A changed input only says that an earlier stage differs; a changed setting says which, so it comes first.
     changed.sort(key=lambda key: key.startswith("inputs"))
     key = changed[0]
     name = key.removeprefix("config.")
-    return f"{name} = {old.get(key)}, now {new.get(key)} (stage {kind})"
+    if key.startswith("inputs."):
+        return f"another {key.removeprefix('inputs.')} than there is now (stage {kind})"
+    return f"{name} = {old.get(key, 'nothing')}, now {new.get(key, 'nothing')} (stage {kind})"
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
     return {prefix.rstrip("."): value}

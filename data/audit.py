@@ -99,10 +99,15 @@ def warnings_of(distilled: Mapping[str, Any], prepared: Mapping[str, Any], targe
     elif distilled["writer"] not in names:
         found.append(f"warning: the answers were written by {distilled['writer']}; make sure that it is the target")
     if loops := distilled.get("loops", 0):
-        share = 100 * loops / distilled["answers"]
+        share, dropped = 100 * loops / distilled["answers"], distilled.get("dropped", 0)
+        advice = (
+            f"{dropped} conversations with one were left out"
+            if dropped
+            else ("they make acceptance look better than it is (distill.drop_loops=true leaves them out)")
+        )
         found.append(
             f"{'warning: ' if share > 10 else ''}{loops} of {distilled['answers']} answers ({share:.0f} %) end in a "
-            "loop; they make acceptance look better than it is (distill.drop_loops=true leaves them out)"
+            f"loop; {advice}"
         )
     for key, words in (
         ("tokenised_again", "answers came as text and were tokenised again: ids may differ from the target's own"),

@@ -47,6 +47,9 @@ class Template:
         if tokenizer.chat_template is None:
             raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
         self.tokenizer, self.options, self.system = tokenizer, options or {}, system
+        for name in self.options:
+            if name not in str(tokenizer.chat_template):
+                raise UserError(f"data.chat_template: the target's chat template reads no option '{name}'")
 
     # -- text --------------------------------------------------------------------------------------------------
 
@@ -71,14 +74,16 @@ class Template:
         return turns
 
     def exchanges(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Exchange]:
-        """Every assistant turn with content or tool calls as an exchange. Raises BadRow."""
+        """Every assistant turn as an exchange. Raises BadRow."""
         found = []
         for k, message in enumerate(messages):
-            if message["role"] == "assistant" and ("content" in message or message.get("tool_calls")):
+            if message["role"] == "assistant":
+                if "content" not in message:
+                    raise BadRow(NO_ANSWER, f"turn {k + 1} has no content")
                 prompt = self.render(messages[:k], tools, answer_follows=True)
                 found.append(Exchange(prompt, self._answer(messages[: k + 1], prompt, tools)))
         if not found:
-            raise BadRow(NO_ANSWER, "no assistant turn has content")
+            raise BadRow(NO_ANSWER, "there is no assistant turn")
         return found
 
     def _answer(self, messages: Sequence[Message], prompt: str, tools: list[Any] | None) -> str:
@@ -152,18 +157,14 @@ class Template:
         """The training texts of one conversation."""
         return self.pieces([exchanges])[0]
 
-    @functools.cached_property
-    def end_of_turn(self) -> int:
-        """The id an answer ends with."""
-        return self.encode([self._end])[0][-1]
-
     def check_serving(self, messages: Sequence[Message], tools: list[Any] | None, tokens: Ids) -> None:
         """Raises UserError unless tokens are what a server gets from apply_chat_template for the same conversation."""
         served = self.tokenizer.apply_chat_template(
             self.opened(messages), tools=tools, add_generation_prompt=True, return_dict=True, **self.options
         )["input_ids"]
         if list(served) != tokens:
-            at = next((i for i, pair in enumerate(zip(served, tokens, strict=False)) if pair[0] != pair[1]), -1)
+            shorter = min(len(served), len(tokens))
+            at = next((i for i in range(shorter) if served[i] != tokens[i]), shorter)
             ours, theirs = (self.tokenizer.decode(ids[at : at + 8]) for ids in (tokens, served))
             raise UserError(
                 f"the ids to train on differ from those serving renders, from position {at} on: {ours!r} instead of "

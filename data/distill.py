@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +46,10 @@ class DistillConfig:
     shard_size: int = 256
     """Conversations per file; what an interrupt may lose."""
     features: bool = True
-    """local: keep the features the drafter reads (2 bytes × width × taps a token); false recomputes them in each
-    step."""
+    """local: keep the features the drafter reads, which the target has just computed, where they fit features_gb;
+    otherwise each step computes them."""
+    features_gb: float = 4.0
+    """Most disk for kept features, in GB of 1e9 bytes."""
     max_tokens: int | None = None
     """Stop after about this many answer tokens."""
     drop_loops: bool = False
@@ -62,11 +65,17 @@ class DistillConfig:
             )
         if not self.temperatures:
             raise UserError("distill.temperatures is empty; [0.0] makes one greedy answer per prompt")
-        if min(self.temperatures) < 0:
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise UserError(f"distill.temperatures must be 0 (greedy) or more, got {self.temperatures}")
-        for name in ("batch_size", "shard_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"distill.{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("batch_size", "shard_size", "max_new_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"distill.{name} must be 1 or more, got {value}")
+        if not self.features_gb >= 0:
+            raise UserError(f"distill.features_gb must be 0 or more, got {self.features_gb}")
+        if self.backend == "recorded" and (self.drop_loops or self.max_tokens is not None):
+            name = "drop_loops" if self.drop_loops else "max_tokens"
+            raise UserError(f"distill.{name} applies to answers that are written, not to recorded ones")
 
 
 Progress = Callable[[int, int, int], None]
@@ -99,7 +108,7 @@ def distill(
             if all(walk.cut and not walk.answered for walk in walks):
                 raise UserError(f"distill: {writer.name} refused all {len(walks)} prompts of a shard: {walks[0].cut}")
             _write(path, walks, writer.name, config.drop_loops)
-        totals += Counter({key: int(n) for key, n in metadata_of(path).items() if not key.startswith("domain.")})
+        totals += _noted(path, writer.name)
         finished += len(jobs)
         progress(finished, count, totals["answer_tokens"])
         if config.max_tokens is not None and totals["answer_tokens"] >= config.max_tokens:
@@ -109,6 +118,17 @@ def distill(
 
 def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
+
+
+def _noted(path: Path, writer: str) -> Counter[str]:
+    """The counts beside a shard. Raises UserError where somebody else wrote it."""
+    noted = metadata_of(path)
+    if noted["writer"] != writer:
+        raise UserError(
+            f"{path} was written by {noted['writer']}, and now it is {writer}: one drafter, one target. "
+            "redo=[distill] writes all of it anew"
+        )
+    return Counter({key: int(n) for key, n in noted.items() if key != "writer" and not key.startswith("domain.")})
 
 
 def finish(stage: Stage, counts: dict[str, Any]) -> None:
@@ -152,12 +172,15 @@ def _write(path: Path, walks: list[Walk], writer: str, drop_loops: bool) -> None
     lines = []
     for walk in walks:
         counts += walk.counts()
-        kept = [] if walk.looped and drop_loops else walk.texts()
-        counts["texts"] += len(kept)
-        texts += kept
+        if walk.looped and drop_loops:
+            counts["dropped"] += 1
+        else:
+            texts += walk.texts()
         lines.append(json.dumps(walk.record() | {"writer": writer}, ensure_ascii=False) + "\n")
     write_text(path.with_suffix(".jsonl"), "".join(lines))  # for people; training reads the ids
-    write_texts(path, texts, {key: str(value) for key, value in counts.items()})
+    counts["texts"] = len(texts)
+    counts["answer_tokens"] = sum(text.supervised for text in texts)
+    write_texts(path, texts, {"writer": writer, **{key: str(value) for key, value in counts.items()}})
 
 
 def keep_recorded(config: DistillConfig, rows: Sequence[Row], stage: Stage, progress: Progress) -> None:
@@ -173,7 +196,10 @@ def keep_recorded(config: DistillConfig, rows: Sequence[Row], stage: Stage, prog
                 for tokens, spans in row.texts or []
             ]
             written = sum(text.supervised for text in texts)
-            write_texts(path, texts, {"texts": str(len(texts)), "answer_tokens": str(written)})
-        totals += Counter({key: int(n) for key, n in metadata_of(path).items() if not key.startswith("domain.")})
+            lines = [json.dumps({"id": row.id, "domain": row.domain, "writer": row.writer}) + "\n" for row in some]
+            write_text(path.with_suffix(".jsonl"), "".join(lines))
+            noted = {"writer": "recorded", "texts": str(len(texts)), "answer_tokens": str(written)}
+            write_texts(path, texts, noted)
+        totals += _noted(path, "recorded")
         progress(start + len(some), len(rows), totals["answer_tokens"])
     finish(stage, {"conversations": len(rows), **totals, "writer": "recorded"})

@@ -32,6 +32,9 @@ FIELDS = (
     *("messages", "conversations", "turns", "prompt", "completion", "instruction", "input", "output"),
     *("text", "input_ids", "loss_mask", "tools", "system", "id", "domain", "model"),
 )
+KEPT = ("tool_calls", "reasoning_content", "name", "tool_call_id")
+"""Fields of a turn that templates read, beside role and content."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -123,7 +126,9 @@ def parse(row: Mapping[str, Any], mapping: Mapping[str, str], layout: str = "aut
     for name in FORMATS[kind]:
         if found.get(name) is None:
             raise BadRow(FIELDS_MISSING, f"no {mapping.get(name, name)}")
-    label, domain, writer = (None if found.get(key) is None else str(found[key]) for key in ("id", "domain", "model"))
+    label, domain, writer = (
+        None if found.get(key) is None else _text(str(found[key]), key) for key in ("id", "domain", "model")
+    )
     if kind == "turns":  # the names question files use
         label = label if label is not None or row.get("question_id") is None else str(row["question_id"])
         domain = domain if domain is not None or row.get("category") is None else str(row["category"])
@@ -134,10 +139,17 @@ def parse(row: Mapping[str, Any], mapping: Mapping[str, str], layout: str = "aut
     if kind == "text":
         return Example(*facts, text=_text(found["text"], "text"))
     messages = checked(_messages(kind, found))
-    tools = _decoded(found.get("tools")) or None
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow(NOT_TEXT, f"tools is a {type(tools).__name__}, not a list")
-    return Example(*facts, messages=messages, tools=tools)
+    return Example(*facts, messages=messages, tools=_tools(found.get("tools")))
+
+
+def _tools(value: Any) -> list[Any] | None:
+    tools = _decoded(value) or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow(NOT_TEXT, "tools is not a list of objects")
+    for tool in tools or []:
+        if not isinstance(tool.get("function", tool), dict):
+            raise BadRow(NOT_TEXT, "a tool's function is not an object")
+    return tools
 
 
 def _messages(kind: str, row: dict[str, Any]) -> list[Message]:
@@ -179,7 +191,9 @@ def _turns(turns: Any) -> list[Message]:
         said = turn.get("role", turn.get("from"))
         if not isinstance(said, str) or said.lower() not in ROLES:
             raise BadRow(ROLE, f"{said!r}, expected system, user, assistant or tool (or ShareGPT's names)")
-        extra = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
+        extra = {key: turn[key] for key in KEPT if turn.get(key) is not None}
+        if reasoning := next((turn[key] for key in REASONING if turn.get(key)), None):
+            extra["reasoning_content"] = reasoning
         content = turn.get("content", turn.get("value"))
         message = {"role": ROLES[said.lower()], **({} if content is None else {"content": content}), **extra}
         if said == "function_call":
@@ -222,13 +236,15 @@ def _turn(message: Message, where: str) -> Message:
         return {**message, "content": content}
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise BadRow(NOT_TEXT, f"{where}: tool_calls is a {type(calls).__name__}, not a list")
         message = {**message, "tool_calls": [_call(call, where) for call in calls], "content": message.get("content")}
         return {**message, "content": _text(message["content"] or "", where)}
-    if message.get("content") is None:
-        return {"role": "assistant"}
     if message.get("reasoning_content") is not None:
         _text(message["reasoning_content"], where)
-    return {**message, "content": _text(message["content"], where)}
+    elif message.get("content") is None:
+        return {"role": "assistant"}
+    return {**message, "content": _text(message.get("content") or "", where)}
 
 
 def _call(call: Any, where: str) -> Any:
@@ -244,7 +260,7 @@ def _text(value: Any, where: str) -> str:
         kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in value]
         if not value or any(kind != "text" for kind in kinds):
             raise BadRow(NOT_TEXT, f"{where}: {', '.join(map(str, kinds)) or 'an empty list'}")
-        value = "".join(str(part.get("text", "")) for part in value)
+        value = "".join(_text(part.get("text"), where) for part in value)
     if not isinstance(value, str):
         raise BadRow(NOT_TEXT, f"{where}: {type(value).__name__}")
     if "\0" in value:
@@ -277,6 +293,6 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
     return value

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.audit import Shares
 from data.chat import NO_ANSWER, Exchange, Piece, Template
 from data.formats import EMPTY, BadRow, Example, Message, parse
+from data.questions import asked, spoken, to_answer
 from data.records import Record
 from data.rows import Row
-from data.sources import Source, bundled
+from data.sources import Source
 from specdec.errors import UserError
 
 if TYPE_CHECKING:
     from data.prepare import DataConfig
 
-TOO_LONG, DUPLICATE, OUTSIDE = "too long", "duplicate", "id outside the vocabulary"
+TOO_LONG, DUPLICATE, OUTSIDE, UNEXPECTED = "too long", "duplicate", "id outside the vocabulary", "unexpected"
 BATCH = 256
 CHECKED = 20
 """Prompts of each source whose ids are compared with what serving renders."""
@@ -31,14 +31,14 @@ CHECKED = 20
 
 @dataclass
 class Draft:
-    """A row on its way: what was read, and what of it is to be encoded."""
+    """A row on its way: what was read, and what of it is to be encoded. start: the turns before the first answer."""
 
     where: str
     example: Example
     messages: list[Message] | None = None
+    start: list[Message] = field(default_factory=list)
     prompt: str = ""
     exchanges: list[Exchange] | None = None
-    mark: int = 0
 
 
 class Intake:
@@ -57,6 +57,7 @@ class Intake:
         self.count = self.read = self.cut = 0
         self.rejected: Counter[str] = Counter()
         self.formats: Counter[str] = Counter()
+        self.prompt_tokens = 0
         self.writers: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.shares = Shares()
@@ -66,7 +67,7 @@ class Intake:
         self._first: dict[str, str] = {}
 
     def rows(self, source: Source) -> Iterator[list[tuple[Row, int]]]:
-        """Batches of (row, mark) of a source; the mark is a hash of the content."""
+        """Batches of (row, mark) of a source; the mark is a hash of the first prompt, case and spaces aside."""
         self.read, checks = 0, itertools.count()
         for records in _batches(source.records()):
             drafts = []
@@ -77,6 +78,9 @@ class Intake:
                     drafts.append(self._draft(record, source))
                 except BadRow as bad:
                     self._note(source, record.where, bad, record.row)
+                except Exception as error:  # a row nobody thought of must not end the run; it is counted and shown
+                    unexpected = BadRow(UNEXPECTED, f"{type(error).__name__}: {error}")
+                    self._note(source, record.where, unexpected, record.row)
             out = []
             prompts = iter(self.template.encode([one.prompt for one in drafts if one.prompt]))
             pieces = iter(self.template.pieces([one.exchanges for one in drafts if one.exchanges]))
@@ -88,10 +92,10 @@ class Intake:
                 except BadRow as bad:
                     self._note(source, draft.where, bad, None)
                     continue
-                if draft.messages and draft.prompt and next(checks) < CHECKED:
-                    self.template.check_serving(asked(draft.messages), draft.example.tools, row.prompt)
+                if draft.messages and next(checks) < CHECKED:
+                    self.template.check_serving(draft.start, draft.example.tools, row.prompt)
                 self.formats[draft.example.format] += 1
-                out.append((row, draft.mark))
+                out.append((row, _prompt_mark(draft, row)))
             yield out
 
     def _draft(self, record: Record, source: Source) -> Draft:
@@ -102,16 +106,19 @@ class Intake:
         content: Any = example.text or example.tokens
         if example.messages is not None:
             draft.messages = content = example.messages if self.recorded else to_answer(example.messages)
+            start = draft.start = spoken(draft.messages) if self.recorded else asked(draft.messages)
             if self.recorded:
                 draft.exchanges = self.template.exchanges(example.messages, example.tools)
+                prompt = draft.exchanges[0].prompt
             else:
-                start = asked(draft.messages)
-                draft.prompt = self.template.render(start, example.tools, answer_follows=True)
-                self._look_for_dropped(start, example.tools, draft.prompt)
-        draft.mark = _hash([content, example.tools])
-        if draft.mark in self.seen:
+                draft.prompt = prompt = self.template.render(start, example.tools, answer_follows=True)
+            for text in [prompt, *(one.answer for one in draft.exchanges or [])]:
+                text.encode()  # half a character may hide in a tool's description
+            self._look_for_dropped(start, example.tools, prompt)
+        mark = _hash([content, example.tools])
+        if mark in self.seen:
             raise BadRow(DUPLICATE, "the same was there before")
-        self.seen.add(draft.mark)
+        self.seen.add(mark)
         return draft
 
     def _look_for_dropped(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
@@ -130,16 +137,18 @@ class Intake:
         if example.messages is None:
             prompt, texts = self._plain(example)
         if self.recorded:
-            texts = self._fitting(texts)
+            texts = self._fitting(texts, whole_turns=example.text is None)
             first = texts[0]
             prompt = first.tokens[: max(1, first.spans[0][0])]
         elif len(prompt) > min(self.config.max_prompt_tokens, self.window - 1):
             raise BadRow(TOO_LONG, f"the prompt has {len(prompt)} tokens")
         name = example.id or f"{source.domain}-{draft.where.removeprefix('line ').removeprefix('row ')}"
-        if _hash(name) in self._ids:
-            name = f"{name}.{len(self._ids)}"
+        base = name
+        while _hash(name) in self._ids:
+            name = f"{base}.{len(self._ids)}" if name == base else f"{name}'"
         self._ids.add(_hash(name))
         domain = example.domain or source.domain
+        self.prompt_tokens += len(prompt)
         if self.recorded:
             self.writers[example.writer or ""] += 1
             for text in texts:
@@ -168,8 +177,9 @@ class Intake:
         begin = spans[0][0] if spans and spans[0][0] > 1 else self.config.text_prompt_tokens
         return tokens[:begin], [Piece(tokens, spans)]
 
-    def _fitting(self, pieces: list[Piece]) -> list[Piece]:
-        """Texts of at most the longest length: cut after the last answer that fits, or rejected."""
+    def _fitting(self, pieces: list[Piece], whole_turns: bool) -> list[Piece]:
+        """Texts of at most the longest length: cut after the last answer that fits, a plain text anywhere, or
+        rejected."""
         longest = min(self.config.max_tokens, self.window)
         sizes = [len(piece.tokens) for piece in pieces]
         if max(sizes) <= longest:
@@ -178,7 +188,7 @@ class Intake:
             raise BadRow(TOO_LONG, f"{max(sizes)} tokens")
         kept = []
         for piece in pieces:
-            spans = tuple(span for span in piece.spans if span[1] <= longest)
+            spans = tuple((a, min(b, longest)) for a, b in piece.spans if b <= longest or not whole_turns)
             if spans:
                 kept.append(Piece(piece.tokens[: spans[-1][1]], spans))
         if not kept:
@@ -214,6 +224,7 @@ class Intake:
         """What a manifest records: rows read, and what became of them."""
         found: dict[str, Any] = {"rows": self.count, "rejected": self.rejected.total()}
         found |= {"reasons": dict(self.rejected.most_common()), "formats": dict(self.formats)}
+        found["prompt_tokens"] = self.prompt_tokens
         if self.recorded:
             found |= {"cut_at_a_turn": self.cut, "writers": dict(self.writers), "supervision": self.shares.counts()}
         return found
@@ -233,41 +244,12 @@ class Intake:
         return found + (self.shares.check() if self.recorded and self.shares.tokens else [])
 
 
-def to_answer(messages: list[Message]) -> list[Message]:
-    """The conversation with its answers left to be written: assistant turns lose their words, the last ones go.
-
-    A turn whose tool calls were answered stays as it is: the results that follow belong to it.
-    """
-    turns = list(messages)
-    while turns[-1]["role"] == "assistant":
-        turns.pop()
-    last = len(turns) - 1
-    return [
-        {"role": "assistant"} if turn["role"] == "assistant" and turns[min(i + 1, last)]["role"] != "tool" else turn
-        for i, turn in enumerate(turns)
-    ]
-
-
-def asked(messages: Sequence[Message]) -> list[Message]:
-    """The turns before the first answer that is to be written."""
-    return list(itertools.takewhile(lambda turn: turn != {"role": "assistant"}, messages))
-
-
-def first_questions(source: Source, count: int) -> list[tuple[list[Message], list[Any] | None]]:
-    """(turns before the first answer, tools) of the first usable conversations of a source."""
-    found: list[tuple[list[Message], list[Any] | None]] = []
-    for record in itertools.islice(source.records(), 10 * count):
-        with contextlib.suppress(BadRow):
-            example = parse(record.row or {}, source.config.mapping, source.config.format)
-            if example.messages is not None and len(found) < count:
-                found.append((asked(to_answer(example.messages)), example.tools))
-    return found
-
-
-def bundled_prompts(template: Template, domain: str, split: str) -> list[list[int]]:
-    """Ids of the shipped prompts of a domain, in order, each up to its first answer."""
-    rows = [record.row for record in bundled(domain, split).records() if record.row is not None]
-    return [template.prompt(asked(to_answer(parse(row, {}).messages or []))) for row in rows]
+def _prompt_mark(draft: Draft, row: Row) -> int:
+    """Of what is asked first, so that nothing is measured that is also trained on."""
+    if draft.messages is None:
+        return _hash(row.prompt)
+    asks = [turn["content"] for turn in draft.start]
+    return _hash(" ".join(" ".join(asks).split()).casefold())
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
@@ -276,5 +258,5 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _hash(value: Any) -> int:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())

@@ -17,11 +17,12 @@ from data.audit import preview
 from data.chat import Template
 from data.formats import FORMATS, check_mapping, format_of
 from data.intake import Intake
+from data.rows import Row
 from data.sources import BUNDLED, Source, SourceConfig, bundled, bundled_domains
 from data.split import Split
 from specdec.errors import UserError
 
-TOO_LONG = ("cut", "reject")
+CHOICES = ("cut", "reject")
 LOOK = 100
 """Rows whose layout is looked at before a source is read."""
 
@@ -42,6 +43,8 @@ class DataConfig:
     """Of a hub id."""
     streaming: bool = False
     """Of a hub id."""
+    rows: int | None = None
+    """Read no more than this many rows of `path`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources instead of `path`, each with its own domain and weight."""
     heldout_path: str | None = None
@@ -53,9 +56,9 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Longest prompt."""
     max_tokens: int = 2048
-    """Longest recorded text (distill.backend=recorded)."""
+    """distill.backend=recorded: longest text."""
     too_long: str = "cut"
-    """Over-long conversations: cut them at a turn, or reject them."""
+    """distill.backend=recorded: cut over-long conversations at a turn (and plain texts), or reject them."""
     max_rejected: float = 0.2
     """Largest share of rejected rows; more stop the run."""
     system: str | None = None
@@ -66,15 +69,19 @@ class DataConfig:
     """Of a plain text, how much the target is given to continue."""
 
     def __post_init__(self) -> None:
-        if not self.domains:
-            raise UserError(f"data.domains is empty; bundled domains: {', '.join(bundled_domains())}")
+        if self.path is not None and not self.path.strip():
+            raise UserError("data.path is empty")
+        if not self.domains and not self.sources:
+            known = ", ".join(bundled_domains())
+            raise UserError(f"give data.path, data.sources or data.domains (bundled ones: {known})")
         if self.limit is not None and self.limit < 1:
             raise UserError(f"data.limit must be 1 or more, got {self.limit}")
-        for name in ("heldout", "max_prompt_tokens", "max_tokens", "text_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.{name} must be 1 or more, got {getattr(self, name)}")
-        if self.too_long not in TOO_LONG:
-            raise UserError(f"data.too_long: '{self.too_long}' is not one of {', '.join(TOO_LONG)}")
+        for name in ("heldout", "max_prompt_tokens", "max_tokens", "text_prompt_tokens", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"data.{name} must be 1 or more, got {value}")
+        if self.too_long not in CHOICES:
+            raise UserError(f"data.too_long: '{self.too_long}' is not one of {', '.join(CHOICES)}")
         if not 0 <= self.max_rejected <= 1:
             raise UserError(f"data.max_rejected must be from 0 to 1, got {self.max_rejected}")
         if self.path is not None and self.sources:
@@ -82,7 +89,8 @@ class DataConfig:
         if self.path is not None and len(self.domains) > 1:
             raise UserError(f"data.domains: with data.path it names that file's one domain, got {self.domains}")
         if self.path is None:
-            given = {"mapping": self.mapping, "split": self.split, "streaming": self.streaming}
+            given: dict[str, Any] = {"mapping": self.mapping, "split": self.split, "streaming": self.streaming}
+            given["rows"] = self.rows
             given["format"] = self.format if self.format != "auto" else None
             given["heldout_path"] = None if self.sources else self.heldout_path
             if unused := [name for name, value in given.items() if value]:
@@ -108,7 +116,8 @@ class DataConfig:
         """The user's own sources, found but not read. Raises UserError for one that is not there."""
         if self.path is None:
             return [Source(source) for source in self.sources]
-        own = SourceConfig(self.path, self.domains[0], format=self.format, mapping=self.mapping or {})
+        label = self.domains[0] if self.domains else None
+        own = SourceConfig(self.path, label, format=self.format, mapping=self.mapping or {}, rows=self.rows)
         return [Source(dataclasses.replace(own, split=self.split, streaming=self.streaming))]
 
 
@@ -151,7 +160,8 @@ def look(source: Source) -> str:
         raise UserError(f'{path}: the file is empty; a row is e.g. {{"prompt": "What is 2 + 2?"}}')
     if not names:
         raise UserError(f"{path}: none of the first {looked} rows can be read. {first}")
-    if absent := [theirs for theirs in mapping.values() if theirs not in names]:
+    absent = [theirs for theirs in mapping.values() if theirs not in names]
+    if absent and not seen:
         raise UserError(f"data.mapping: {path} has no column '{absent[0]}'; its columns: {', '.join(names)}")
     if not seen:
         layouts = "; ".join(" + ".join(needed) for needed in FORMATS.values())
@@ -160,7 +170,7 @@ def look(source: Source) -> str:
             "e.g. 'data.mapping={prompt: question, completion: answer}'"
         )
     kinds = ", ".join(f"{name.replace('_', '/')} ({count} of the first {looked} rows)" for name, count in seen.items())
-    return f"{path}: {kinds}"
+    return f"{path}: {kinds}" + (f"; none of them has a column '{absent[0]}'" if absent else "")
 
 
 def prepare(
@@ -181,13 +191,9 @@ def prepare(
     for source in train + heldout[: config.heldout_path is not None]:
         say(f"          {look(source)}")
     stage.folder.mkdir(parents=True, exist_ok=True)
-    counts: dict[str, Any] = {}
-    with (stage.folder / "rejects.jsonl").open("w") as rejects:
-
-        def intake(recorded: bool) -> Intake:
-            return Intake(config, template, window, recorded, rejects.write)
-
-        own, split = intake(recorded), Split(config, stage.folder, [source.config.weight for source in train])
+    with (stage.folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects:
+        own = Intake(config, template, window, recorded, rejects.write)
+        split = Split(config, stage.folder, [(source.config.path, source.config.weight) for source in train])
         total = 0
         for number, source in enumerate(train):
             for batch in own.rows(source):
@@ -195,20 +201,46 @@ def prepare(
                     split.add(number, row, mark)
                 progress(total + own.read, own.count)
             total += source.size or 0
-        # A held-out row is a prompt: whatever is recorded as its answer is not looked at.
-        other = intake(False)
-        other.seen = own.seen  # what is trained on is not measured on
-        others = []
-        for source in heldout:
-            if config.own and source.path.parent == BUNDLED and source.domain in split.rows:
-                continue  # the user's own domain of that name is measured
-            others += [row for batch in other.rows(source) for row, _ in batch]
         rejects.flush()
         own.check_share(stage.folder / "rejects.jsonl")
-        counts = own.counts() | split.finish(others)
+    with (stage.folder / "rejects-heldout.jsonl").open("w", encoding="utf-8") as rejects:
+        other = Intake(config, template, window, False, rejects.write)
+        others, heldout_counts = _others(config, heldout, split, other, say)
+        counts = own.counts() | split.finish(others, config.own and config.heldout_path is None)
+        counts |= heldout_counts
     for warning in own.warnings():
         say(warning)
     stage.finish(counts)
+
+
+def _others(
+    config: DataConfig, sources: list[Source], split: Split, intake: Intake, say: Callable[[str], None]
+) -> tuple[list[Row], dict[str, Any]]:
+    """The held-out rows of other files, without those that are trained on, and their counts.
+
+    A held-out row is a prompt: whatever is recorded as its answer is not looked at. Raises UserError where the user's
+    held-out file gives none.
+    """
+    trained, found, asked_before = split.trained_marks(), [], 0
+    for source in sources:
+        given = source.path.parent != BUNDLED
+        if config.own and not given and source.domain in split.names:
+            continue  # the user's own domain of that name is measured
+        own: list[Row] = []
+        for batch in intake.rows(source):
+            fresh = [row for row, mark in batch if mark not in trained]
+            asked_before += len(batch) - len(fresh)
+            own += fresh
+        if given and not own:
+            raise UserError(
+                f"data.heldout_path: none of the {intake.count} rows of {source.config.path} can be measured: "
+                f"{asked_before} are trained on, {intake.rejected.total()} rejected ({intake.reasons()})"
+            )
+        found += own
+    counts = {"rows": intake.count, "rejected": intake.rejected.total(), "trained_on": asked_before}
+    if asked_before or intake.rejected:
+        say(f"          held-out rows left out: {asked_before} that are trained on, {intake.rejected.total()} rejected")
+    return found, {"heldout_files": counts}
 
 
 def sample(config: DataConfig, template: Template, window: int, recorded: bool, colour: bool) -> Iterator[str]:

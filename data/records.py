@@ -7,8 +7,11 @@ cannot be read becomes a record with a reason and its place, and reading goes on
 from __future__ import annotations
 
 import codecs
+import csv
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,8 @@ BROKEN, CUT, NOT_OBJECT, ENCODING, NUL = (
 CHUNK = 1 << 20
 LONGEST = 1 << 26  # characters of one record: what is longer is broken, not unfinished
 _SPACE = re.compile(r"[\s,]*")
+_KEY = re.compile(r'\{\s*("[^"]*")\s*:')
+_RECORD = re.compile(r",\s*(?=\{)")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,17 @@ class Record:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """The records of a .json or .jsonl file, also compressed ones (.gz, .bz2, .xz, .zst)."""
+    """The records of a .json or .jsonl file, also compressed ones (.gz, .bz2, .xz)."""
+    read = count = 0
+    try:
+        for record in _read_json(path):
+            read, count = record.read, count + 1
+            yield record
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        yield Record(f"record {count + 1}", None, CUT, f"the compressed file ends early: {error}", read)
+
+
+def _read_json(path: Path) -> Iterator[Record]:
     with fsspec.open(str(path), "rb", compression="infer") as file:
         start = file.read(4)
         file.seek(0)
@@ -53,6 +68,38 @@ def read_json(path: Path) -> Iterator[Record]:
         first = file.read(CHUNK).lstrip()[:1]
         file.seek(begin)
         yield from _Array(file, begin).records() if first == b"[" else _lines(file, begin)
+
+
+def read_csv(path: Path) -> Iterator[Record]:
+    """The rows of a .csv or .tsv file; every cell is the text it is: 007 stays 007, NA stays NA."""
+    csv.field_size_limit(LONGEST)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        names: list[str] | None = None
+        while True:
+            where = f"line {rows.line_num + 1}"
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Record(where, None, BROKEN, str(error))
+                continue
+            if not cells:
+                continue
+            if names is None:
+                names = cells
+            elif len(cells) != len(names):
+                yield Record(where, None, BROKEN, f"{len(cells)} cells, the header has {len(names)}")
+            elif any(map(_lost, cells)):
+                yield Record(where, None, ENCODING, "a byte that is not UTF-8")
+            else:
+                yield Record(where, dict(zip(names, cells, strict=True)))
+
+
+def _lost(text: str) -> bool:
+    """Whether a byte of it could not be decoded."""
+    return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
 
 
 def _lines(file: BinaryIO, begin: int) -> Iterator[Record]:
@@ -76,13 +123,11 @@ def _lines(file: BinaryIO, begin: int) -> Iterator[Record]:
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            if line.endswith(b"\n"):
-                yield Record(where, None, BROKEN, f"{error.msg} at column {error.colno}", end)
-            else:
-                yield cut
+            broken = Record(where, None, BROKEN, f"{error.msg} at column {error.colno}", end)
+            yield broken if line.endswith(b"\n") else cut
             continue
-        except RecursionError:
-            yield Record(where, None, BROKEN, "nested too deeply", end)
+        except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+            yield Record(where, None, BROKEN, str(error), end)
             continue
         yield _checked(where, row, end)
 
@@ -100,16 +145,25 @@ class _Array:
         self.file, self.byte, self.line = file, byte, 1
         self.text, self.at, self.ended, self.size = "", 0, False, CHUNK
         self.decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self.key: str | None = None
-        """The first key of the records so far: where one is broken, the next begins with it."""
+        self.begin = _RECORD
+        """How records begin, by the first one: where one is broken, the next is found by it."""
 
     def records(self) -> Iterator[Record]:
         scan = json.JSONDecoder().raw_decode
         self._fill()
         self._use(self.text.index("[") + 1)
-        while self._begin():
+        if self._next() and (match := _KEY.match(self.text, self.at)):
+            self.begin = re.compile(r",\s*(?=\{\s*" + re.escape(match[1]) + r"\s*:)")
+        while self._next():
             if self.text[self.at] == "]":
-                return
+                self._use(self.at + 1)
+                if not self._next():
+                    return
+                if self.text[self.at] == "[":  # another array, perhaps one on each line
+                    self._use(self.at + 1)
+                else:  # the bracket belonged to a broken record
+                    self._skip()
+                continue
             where = f"line {self.line}"
             try:
                 row, end = scan(self.text, self.at)
@@ -122,23 +176,23 @@ class _Array:
                     yield Record(where, None, CUT, self._cut(), self.byte)
                     return
                 else:
+                    nul = self.text[error.pos : error.pos + 1] == "\0"
                     detail = f"{error.msg} at byte {self._byte_of(error.pos)}"
-                    yield Record(where, None, BROKEN, detail, self.byte)
+                    yield Record(where, None, NUL if nul else BROKEN, detail, self.byte)
                     self._skip()
                 continue
-            except RecursionError:
-                yield Record(where, None, BROKEN, f"nested too deeply at byte {self.byte}", self.byte)
+            except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+                yield Record(where, None, BROKEN, f"{error} at byte {self.byte}", self.byte)
                 self._skip()
                 continue
             piece = self.text[self.at : end]
             self._use(end)
-            if isinstance(row, dict) and row:
-                self.key = next(iter(row))
             yield self._sound(where, row, piece)
-        yield Record(f"line {self.line}", None, CUT, f"the file ends at byte {self.byte}, without its closing ]")
+        detail = f"the file ends at byte {self.byte}, without its closing ]"
+        yield Record(f"line {self.line}", None, CUT, detail, self.byte)
 
     def _sound(self, where: str, row: Any, piece: str) -> Record:
-        if not piece.isascii() and any("\udc80" <= letter <= "\udcff" for letter in piece):
+        if _lost(piece):
             return Record(where, None, ENCODING, f"within the record ending at byte {self.byte}", self.byte)
         return _checked(where, row, self.byte)
 
@@ -148,7 +202,7 @@ class _Array:
         self.ended = not data
         self.text, self.at = self.text[self.at :] + self.decode(data, final=self.ended), 0
 
-    def _begin(self) -> bool:
+    def _next(self) -> bool:
         """Move to the next record; false at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
@@ -161,19 +215,16 @@ class _Array:
             self._fill()
 
     def _skip(self) -> None:
-        """Move behind a broken record: to the next one that begins as the others do."""
-        key = '"' if self.key is None else re.escape(json.dumps(self.key)) + r"\s*:"
-        begin = re.compile(r",\s*(?=\{\s*" + key + ")")
+        """Move behind a broken record: to the next one that begins as the first did."""
         start = self.at + 1
         while True:
-            if match := begin.search(self.text, start):
+            if match := self.begin.search(self.text, start):
                 self._use(match.end())
                 return
             if self.ended:
                 self._use(len(self.text))
                 return
             self._use(max(self.at, len(self.text) - 4096))  # a record may begin across two pieces
-            start = self.at + 1
             self._fill()
             start = 0
 

@@ -52,7 +52,7 @@ class ServerConfig:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise UserError(f"distill.server.url must be like http://127.0.0.1:8000/v1, got '{self.url}'")
         # What was given is not repeated: it may be the key itself.
-        if self.key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_env):
+        if self.key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key_env):
             raise UserError(
                 "distill.server.key_env must be the name of an environment variable, such as MY_KEY, or null"
             )

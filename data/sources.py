@@ -1,12 +1,11 @@
 """Where rows come from: the bundled prompts, files, folders, saved data sets and hub ids.
 
-`datasets` reads tables (csv, parquet, arrow) and the hub; JSON text is read in records.py, which goes on behind a
-broken record.
+`datasets` reads parquet, arrow and the hub; text files (json, csv) are read in records.py, which goes on behind what is
+broken.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from data.formats import FORMATS, check_mapping
-from data.records import ENCODING, Record, read_json
+from data.records import Record, read_csv, read_json
 from specdec.errors import UserError, nearest
 
 BUNDLED = Path(__file__).parent / "prompts"
 JSON = (".json", ".jsonl", ".ndjson")
-TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-LOST = "\ufffd"  # what a table reader puts for a byte it cannot decode
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+CSV = (".csv", ".tsv")
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+PACKED = (".gz", ".bz2", ".xz")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class SourceConfig:
     """Of a hub id: its configuration."""
     streaming: bool = False
     """Hub ids: read while downloading, never the whole."""
-    limit: int | None = None
+    rows: int | None = None
     """Read no more than this many rows."""
 
     def __post_init__(self) -> None:
@@ -57,8 +56,8 @@ class SourceConfig:
         check_mapping(self.mapping)
         if self.weight is not None and self.weight <= 0:
             raise UserError(f"data.sources: the weight of {self.path} must be above 0, got {self.weight}")
-        if self.limit is not None and self.limit < 1:
-            raise UserError(f"data.sources: the limit of {self.path} must be 1 or more, got {self.limit}")
+        if self.rows is not None and self.rows < 1:
+            raise UserError(f"data.sources: the rows of {self.path} must be 1 or more, got {self.rows}")
 
 
 class Source:
@@ -68,20 +67,24 @@ class Source:
         self.config = config
         self.path = Path(config.path).expanduser()
         self.files: list[Path] = []
-        self.saved = (self.path / "dataset_info.json").is_file() or (self.path / "dataset_dict.json").is_file()
+        self.saved = any((self.path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        if not config.path.strip():
+            raise UserError("data.path is empty")
         if self.path.is_file():
             self.files = [self.path]
         elif self.path.is_dir() and not self.saved:
-            self.files = sorted(path for path in self.path.rglob("*") if path.is_file() and _kind(path))
+            self.files = sorted(path for path in self.path.rglob("*") if _is_data(path.relative_to(self.path), path))
             if not self.files:
                 raise UserError(f"data.path: folder {self.path} holds no json, jsonl, csv, tsv, parquet or arrow file")
         elif not self.saved and not _looks_like_hub(config.path):
             raise UserError(f"data.path: no file {config.path}, nor a folder, nor a hub id (OWNER/NAME)")
         if self.files and (config.split or config.subset or config.streaming):
             raise UserError(f"data.path: {config.path} is read from files; split, subset and streaming do not apply")
+        if self.saved and (config.subset or config.streaming):
+            raise UserError(f"data.path: {config.path} is a saved data set; subset and streaming do not apply")
         for path in self.files:
             if _kind(path) is None:
-                raise UserError(f"data.path: {path} has no known ending ({', '.join((*JSON, *TABLES))})")
+                raise UserError(f"data.path: {path} has no known ending ({', '.join((*JSON, *CSV, *TABLES))})")
 
     @property
     def domain(self) -> str:
@@ -97,7 +100,7 @@ class Source:
 
     def content(self) -> str:
         """A hash of what it holds; of a hub id only its name."""
-        digest = hashlib.sha256(str((self.config.split, self.config.subset, self.config.limit)).encode())
+        digest = hashlib.sha256(str((self.config.split, self.config.subset, self.config.rows)).encode())
         for path in self.files or sorted(self.path.rglob("*") if self.saved else []):
             if path.is_file():
                 digest.update(str(path.relative_to(self.path)).encode() + b"\0")
@@ -109,8 +112,8 @@ class Source:
         """Every record, in order; `where` names the file when there are several."""
         count = before = 0
         for path in self.files or [self.path]:
-            for record in read_json(path) if _kind(path) == "json" else self._table(path):
-                if count == self.config.limit:
+            for record in _READERS.get(_kind(path) or "", self._table)(path):
+                if count == self.config.rows:
                     return
                 count += 1
                 where = f"{path.name}, {record.where}" if len(self.files) > 1 else record.where
@@ -121,11 +124,7 @@ class Source:
         """Rows as `datasets` gives them. Raises UserError where it cannot."""
         try:
             for number, row in enumerate(self._opened(path), 1):
-                lost = any(isinstance(value, str) and LOST in value for value in row.values())
-                if lost and _kind(path) == "csv":
-                    yield Record(f"row {number}", None, ENCODING, "a byte that is not UTF-8")
-                else:
-                    yield Record(f"row {number}", dict(row))
+                yield Record(f"row {number}", dict(row))
         except UserError:
             raise
         except Exception as error:  # its loaders raise what their parsers raise
@@ -145,7 +144,7 @@ class Source:
                     raise UserError(f"data.split: {self.path} has no split '{name}'; it has {', '.join(found)}")
                 found = found[name]
             if part:
-                raise UserError("data.split: a saved data set is read whole; use data.sources' limit for a part")
+                raise UserError("data.split: a saved data set is read whole; use `rows` for a part")
             return found
         if not self.files:
             return datasets.load_dataset(
@@ -153,31 +152,25 @@ class Source:
             )
         kind = _kind(path)
         assert kind is not None
-        options = _csv_options(path) if kind == "csv" else {}
-        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
 
 
-def _csv_options(path: Path) -> dict[str, Any]:
-    """Every cell as the text it is: 007 stays 007, NA stays NA."""
-    mark = "\t" if path.suffix == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        names = next(csv.reader(file, delimiter=mark), [])
-    return {
-        "converters": dict.fromkeys(names, str),
-        "keep_default_na": False,
-        "sep": mark,
-        "encoding": "utf-8-sig",
-        "encoding_errors": "replace",
-    }
+_READERS = {"json": read_json, "csv": read_csv}
 
 
 def _kind(path: Path) -> str | None:
     name = path.with_suffix("") if path.suffix in PACKED else path
-    return "json" if name.suffix in JSON else TABLES.get(path.suffix)
+    return "json" if name.suffix in JSON else "csv" if path.suffix in CSV else TABLES.get(path.suffix)
+
+
+def _is_data(inside: Path, path: Path) -> bool:
+    return path.is_file() and _kind(path) is not None and not any(part.startswith(".") for part in inside.parts)
 
 
 def _looks_like_hub(path: str) -> bool:
-    return path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix
+    if path.startswith((".", "/", "~")) or _kind(Path(path)) or path.count("/") > 1:
+        return False
+    return "/" in path or not Path(path).suffix
 
 
 def bundled_domains() -> list[str]:

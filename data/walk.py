@@ -9,7 +9,7 @@ import torch
 
 from data.chat import Ids, Template, joined
 from data.formats import BadRow
-from data.intake import asked
+from data.questions import asked
 from data.rows import Row
 from data.texts import Text
 from data.writer import Answer
@@ -47,9 +47,8 @@ class Walk:
         if not self.goes_on:
             self.done = True
             return
-        said = answer.tokens[:-1] if answer.tokens[-1:] and answer.tokens[-1] in self.stops else answer.tokens
         # The client of a server sends back the text it got, so that is what the next prompt is rendered from.
-        words = self.template.tokenizer.decode(said, skip_special_tokens=True)
+        words = self.template.tokenizer.decode(self._said(answer), skip_special_tokens=True)
         self._messages[len(asked(self._messages))] = {"role": "assistant", "content": words}
         try:
             self.prompt = self.template.prompt(asked(self._messages), self.row.tools)
@@ -59,13 +58,18 @@ class Walk:
         if len(self.prompt) > self.longest:
             self.cut, self.done = f"the next prompt has {len(self.prompt)} tokens", True
 
+    def _said(self, answer: Answer) -> Ids:
+        """The answer without its end of turn."""
+        ended = answer.tokens and answer.tokens[-1] in self.stops
+        return answer.tokens[:-1] if ended else answer.tokens
+
     @property
     def answered(self) -> bool:
         return bool(self._answers)
 
     @property
     def looped(self) -> bool:
-        return any(loops(answer.tokens) for _, answer in self._answers)
+        return any(loops(self._said(answer)) for _, answer in self._answers)
 
     def texts(self) -> list[Text]:
         """The training texts: answers go into one while each prompt begins with all that came before."""
@@ -73,7 +77,7 @@ class Walk:
         for piece in joined([(prompt, answer.tokens) for prompt, answer in self._answers]):
             at += len(piece.spans)
             features = self._answers[at - 1][1].features
-            texts.append(Text(torch.tensor(piece.tokens), piece.spans, _narrow(features), self.row.domain))
+            texts.append(Text(torch.tensor(piece.tokens), piece.spans, features, self.row.domain))
         return texts
 
     def counts(self) -> Counter[str]:
@@ -83,7 +87,7 @@ class Walk:
             counts["answers"] += 1
             counts["answer_tokens"] += len(answer.tokens)
             counts["ended_by_stop"] += answer.finish == "stop"
-            counts["loops"] += loops(answer.tokens)
+            counts["loops"] += loops(self._said(answer))
             counts["tokenised_again"] += not answer.exact
         counts["cut_short"] += bool(self.cut and self._answers)
         counts["refused"] += not self._answers
@@ -111,11 +115,3 @@ def loops(tokens: Ids) -> bool:
         if tail[period:] == tail[:-period]:
             return True
     return False
-
-
-def _narrow(features: torch.Tensor | None) -> torch.Tensor | None:
-    """Half precision where the values fit it: some models have residual streams beyond its range."""
-    if features is None:
-        return None
-    half = features.half()
-    return (half if bool(half.isfinite().all()) else features.float()).cpu()

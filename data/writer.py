@@ -89,9 +89,17 @@ class Local:
             for step in steps:
                 answer = answers[at[step.row]]
                 answer.tokens += step.tokens
-                answer.finish, answer.features = step.finish, step.features
+                answer.finish, answer.features = step.finish, _narrow(step.features)
                 written += len(step.tokens)
                 if step.finish:
                     finished += 1
                     advance(finished, written)
         return [Answer(one.tokens, one.finish, one.features) for one in answers]
+
+
+def _narrow(features: Tensor | None) -> Tensor | None:
+    """Off the device, in half precision where the values fit it: some residual streams go beyond its range."""
+    if features is None:
+        return None
+    half = features.half()
+    return (half if bool(half.isfinite().all()) else features.float()).cpu()

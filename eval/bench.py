@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from data.chat import Template
-from data.intake import bundled_prompts
+from data.questions import bundled_prompts
 from eval.ratios import SECTIONS, Bench, Tokens
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.errors import UserError
+
 
 class Facts:
     """Read off the model and its tokenizer; the base of Target."""
@@ -34,7 +36,7 @@ class Facts:
     @property
     def window(self) -> int:
         """Longest context the model was made for, in tokens."""
-        return self.model.config.max_position_embeddings
+        return window_of(self.model.config)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -87,3 +89,12 @@ def stop_tokens(generation: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return tuple(sorted(found))
+
+
+def window_of(config: Any) -> int:
+    """Longest context of a model's configuration. Raises UserError where it names none."""
+    known = config.get_text_config().to_dict()
+    longest = known.get("max_position_embeddings") or known.get("n_positions")
+    if not longest:
+        raise UserError(f"{config.model_type} models name no longest context (max_position_embeddings)")
+    return longest

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from specdec.errors import UserError
-from specdec.facts import stop_tokens
+from specdec.facts import stop_tokens, window_of
 from specdec.fast import MODES
 from specdec.source import resolve
 from specdec.target import Target
@@ -84,7 +84,7 @@ def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> 
             generation = GenerationConfig.from_pretrained(folder)
         except OSError:  # none is saved: transformers derives it from the model's settings
             generation = GenerationConfig.from_model_config(settings)
-    return TextSide(config.name, tokenizer, settings.max_position_embeddings, stop_tokens(generation, tokenizer))
+    return TextSide(config.name, tokenizer, window_of(settings), stop_tokens(generation, tokenizer))
 
 
 @contextlib.contextmanager

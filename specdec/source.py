@@ -50,6 +50,22 @@ def resolve(source: str, cache: Path, say: Callable[[str], None]) -> str:
     return _from_gguf(found, cache, say) if isinstance(found, Path) else found
 
 
+def content(folder: str) -> str:
+    """A hash of a model folder: its settings, and size, head and tail of its weights. Of a hub id only its name."""
+    if not Path(folder).is_dir():
+        return folder
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix in (".json", ".safetensors", ".bin"):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}:".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(1 << 16))
+                file.seek(max(0, size - (1 << 16)))
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
 def _in_package(source: str) -> Path:
     name, _, inner = source.removeprefix(PACKAGE).partition("/")
     found = importlib.util.find_spec(name) if name.isidentifier() else None

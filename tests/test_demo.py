@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.chat import Template
-from data.intake import bundled_prompts
+from data.questions import bundled_prompts
 from eval.speed import stock_generate
 from specdec import Limits, Target, TargetConfig, generate, load_target
 from specdec.drafters.eagle import EagleConfig, create

@@ -133,6 +133,9 @@ def _open(node: Any) -> None:
 def read(node: DictConfig) -> RunConfig:
     """The whole configuration. Raises UserError; loads no model."""
     OmegaConf.resolve(node)
+    for group in GROUPS:
+        if not isinstance(node[group], DictConfig):
+            raise UserError(f"{group} is a group of keys, got '{node[group]}'; set one of them, e.g. {group}.KEY=VALUE")
     top = build(TopConfig, OmegaConf.masked_copy(node, [key for key in map(str, node) if key not in GROUPS]), "")
     target = build(TargetConfig, node.target, "target")
     kind = str(node.drafter.kind)

@@ -10,14 +10,15 @@ from data.audit import look_at, warnings_of
 from data.capture import capture as store_features
 from data.distill import distill as write_answers
 from data.distill import keep_recorded
-from data.intake import first_questions
 from data.prepare import open_sources, sample
 from data.prepare import prepare as prepare_rows
+from data.questions import first_questions
 from data.remote import Remote
 from data.rows import Row, read_rows
 from data.texts import read_texts
 from data.walk import Walk
 from data.writer import Local, Writer
+from specdec.errors import UserError
 from train.log import bar, say
 from train.run import Run, in_words
 
@@ -80,16 +81,32 @@ def _writer(run: Run) -> Writer:
     """Who answers: the target itself, or a server."""
     config = run.config.distill
     if config.backend == "local":
-        taps = run.taps() if config.features and not run.config.capture.enabled else ()
+        taps = run.taps() if _keep_features(run) else ()
         return Local(run.target, config.max_new_tokens, config.batch_size, taps)
     side = run.text_side
     remote = Remote(config.server, side.tokenizer, side.stop_tokens, config.max_new_tokens, say)
-    for messages, tools in first_questions(open_sources(run.config.data)[0][0], 4):
-        turns, ids = run.template.opened(messages), run.template.prompt(messages, tools)
-        if not remote.check_serving(turns, tools, run.template.options, ids):
+    for messages, tools, ids in first_questions(open_sources(run.config.data)[0][0], run.template, 4):
+        if not remote.check_serving(run.template.opened(messages), tools, run.template.options, ids):
             say("          the server cannot show how it renders a conversation; its template was not compared")
             break
     return remote
+
+
+def _keep_features(run: Run) -> bool:
+    """Whether the features fit the disk they may take; the same in every run, so that a resumed one agrees."""
+    config, counts = run.config.distill, run.need("prepare").counts
+    if not config.features or run.config.capture.enabled:
+        return False
+    answers = counts["train"] * len(config.temperatures)
+    tokens = counts["prompt_tokens"] * len(config.temperatures) + answers * config.max_new_tokens
+    size = tokens * len(run.taps()) * run.target.width * 2 / 1e9
+    if size <= config.features_gb:
+        return True
+    say(
+        f"          features would take up to {size:.1f} GB, more than distill.features_gb={config.features_gb:g}: "
+        "each step of fit computes them (or capture.enabled=true stores what fits its quota)"
+    )
+    return False
 
 
 def _walk(run: Run, row: Row, temperature: float) -> Walk:
@@ -101,6 +118,8 @@ def _walk(run: Run, row: Row, temperature: float) -> Walk:
 def capture(run: Run) -> None:
     config = run.config.capture
     if not config.enabled:
+        if run.config.stages == ["capture"] or "capture" in run.config.redo:
+            raise UserError("the stage capture runs with capture.enabled=true")
         return
     texts = read_texts(run.need("distill").folder)
     stage = run.open("capture")

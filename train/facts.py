@@ -28,7 +28,7 @@ def run_facts(
         "drafter": f"{config.kind}, {fitted['parameters'] / 1e6:.1f}M parameters, at most a {_tree(config.tree)}",
         "plan": _plan(setting),
         "target's forward": target.packed.describe() if target.packed else "as transformers has it",
-        "trained on": f"{', '.join(own)}: {distilled['answer_tokens']} target-written tokens",
+        "trained on": f"{', '.join(own)}: {distilled['answer_tokens']} tokens, written by {distilled['writer']}",
         "fit": f"{fitted['steps']} steps, seed {config.seed}",
         "decoding": f"greedy, {config.eval.max_new_tokens} new tokens, one prompt at a time",
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {target.device.type}",

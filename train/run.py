@@ -16,6 +16,7 @@ from data.prepare import open_sources
 from specdec.drafter import drafter_module, open_drafter
 from specdec.errors import UserError
 from specdec.load import TextSide, load_target, load_text_side
+from specdec.source import content, resolve
 from specdec.target import Tap, Target
 from train.config import STAGES, RunConfig
 from train.log import Log, say
@@ -83,20 +84,37 @@ class Run:
                 "data": asdict(config.data) | {"content": self._content, "recorded": self.recorded},
                 "target": {"source": config.target.source, "dtype": config.target.dtype, "tokenizer": tokenizer},
             }
-        taps = {"drafter.kind": config.kind, "drafter.model.taps": asdict(config.model).get("taps")}
         if name == "distill":
-            # Where a server is and how it is asked changes nothing in what it writes.
-            made = asdict(config.distill) | {"server": config.distill.server.model}
-            made["features"] = config.distill.features and not config.capture.enabled
-            return {"distill": made, "seed": config.seed, **fast} | taps
+            return {"distill": self._made(), "seed": config.seed, "target.weights": self._weights}
         if name == "capture":
-            return {"capture": asdict(config.capture) if config.capture.enabled else None, **taps, **fast}
+            taps = {"drafter.kind": config.kind, "drafter.model.taps": asdict(config.model).get("taps")}
+            kept = asdict(config.capture) | {"verify": None, "batch_size": None}  # they change nothing in what is kept
+            own = {"capture": kept, **taps, **fast} if config.capture.enabled else {"capture": None}
+            return own | {"target.weights": self._weights}
         if name == "fit":
             drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
             return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed, **fast}
         if name == "evaluate":
             return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree), **fast}
         return {"export": asdict(config.export)}
+
+    def _made(self) -> dict[str, Any]:
+        """What of the settings changes the answers or what is kept with them."""
+        config, made = self.config, asdict(self.config.distill)
+        made["server"] = config.distill.server.model if config.distill.backend == "openai" else None
+        if config.distill.backend != "local":
+            return made | {"features": None, "features_gb": None, "batch_size": None}
+        made["target.fast"] = config.target.fast
+        if config.distill.features and not config.capture.enabled:
+            made["taps"] = [config.kind, asdict(config.model).get("taps")]
+        else:
+            made["features"] = made["features_gb"] = None
+        return made
+
+    @functools.cached_property
+    def _weights(self) -> str:
+        """Of the target: other weights write other answers."""
+        return content(resolve(self.config.target.source, Path(self.config.target.cache), say))
 
     def _inputs(self, name: str) -> dict[str, str]:
         return {one: fingerprint(plan_of(self._settings(one), self._inputs(one))) for one in DEPENDS[name]}
@@ -113,7 +131,7 @@ class Run:
             for later in STAGES:
                 if name in _ancestors(later):
                     forget(self.config.out / later)
-        stage = open_stage(folder, name, settings, inputs)
+        stage = open_stage(folder, name, settings, inputs, pieces=name != "prepare")
         _ = self.log
         return stage
 

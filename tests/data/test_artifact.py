@@ -30,7 +30,7 @@ def test_other_settings_stop_and_name_the_key(tmp_path, finished):
         stage.finish({})
     with pytest.raises(UserError, match=r"fit\.lr = 0\.1, now 0\.2.*redo=\[fit\]"):
         open_stage(tmp_path / "fit", "fit", {"fit": {"lr": 0.2, "steps": 3}}, {"distill": "b"})
-    with pytest.raises(UserError, match=r"inputs\.distill"):
+    with pytest.raises(UserError, match="another distill than there is now"):
         open_stage(tmp_path / "fit", "fit", CONFIG, {"distill": "b"})
 
 
@@ -74,3 +74,16 @@ def test_stale_is_finished_or_of_other_settings(tmp_path):
     assert stale(folder, {"other": 1}, {})
     stage.finish({})
     assert stale(folder, CONFIG, {})
+
+
+def test_a_new_empty_setting_is_named_and_what_holds_no_pieces_begins_anew(tmp_path):
+    open_stage(tmp_path / "a", "prepare", {"x": 1}, {})
+    (tmp_path / "a/rejects.jsonl").touch()
+    for new in ({"x": 1, "y": None}, {"x": 1, "y": {}}):
+        with pytest.raises(UserError, match="y = nothing, now"):
+            open_stage(tmp_path / "a", "prepare", new, {})
+    stage = open_stage(tmp_path / "a", "prepare", {"x": 2}, {}, pieces=False)
+    assert not (tmp_path / "a/rejects.jsonl").exists()
+    stage.finish({})
+    with pytest.raises(UserError, match="x = 2, now 3"):
+        open_stage(tmp_path / "a", "prepare", {"x": 3}, {}, pieces=False)

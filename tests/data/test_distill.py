@@ -1,10 +1,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,14 +208,29 @@ def test_a_writer_that_refuses_everything_stops_the_run(tmp_path):
     assert not list((tmp_path / "d").glob("shard*"))
 
 
+def test_a_resumed_run_with_another_writer_is_refused(tmp_path):
+    target = styled("smollm2")
+    rows = [conversation(target, "a"), conversation(target, "b")]
+    config = DistillConfig(temperatures=[0.0], shard_size=1)
+    writer = Scripted(target.tokenizer, {"a": "x<|im_end|>", "b": "y<|im_end|>"})
+
+    run(target, tmp_path / "e", config, rows=rows, writer=writer)
+    open_stage(tmp_path / "d", "distill", {}, {})
+    shutil.copy(tmp_path / "e/shard-00000.safetensors", tmp_path / "d")
+    writer.name = "another"
+    with pytest.raises(UserError, match="was written by scripted, and now it is another"):
+        run(target, tmp_path / "d", config, rows=rows, writer=writer)
+
+
 def test_loops_are_counted_and_can_be_dropped(tmp_path):
     target = styled("smollm2")
     for drop in (False, True):
-        writer = Scripted(target.tokenizer, {"a": "and so on " * 20, "b": "A plain answer.<|im_end|>"})
+        writer = Scripted(target.tokenizer, {"a": "and so on " * 20 + "<|im_end|>", "b": "A plain answer.<|im_end|>"})
         config = DistillConfig(temperatures=[0.0], drop_loops=drop)
         rows = [conversation(target, "a"), conversation(target, "b")]
         stage, texts = run(target, tmp_path / str(drop), config, rows=rows, writer=writer)
         assert stage.counts["loops"] == 1
+        assert stage.counts["answer_tokens"] == sum(text.supervised for text in texts)
         assert len(texts) == 2 - drop
 
 
@@ -254,7 +271,7 @@ def killed_run(folder: Path) -> None:
     """What the killed process does: greedy answers in small shards, slowly enough to be hit anywhere."""
     torch.set_num_threads(1)
     target = styled("smollm2")
-    rows = [conversation(target, f"{i}", "and?") for i in range(24)]
+    rows = [replace(conversation(target, f"{i}", "and?"), id=f"c{i}") for i in range(24)]
     config = DistillConfig(temperatures=[0.0], max_new_tokens=10, batch_size=4, shard_size=4)
     run(target, folder, config, rows=rows, progress=lambda *_: time.sleep(0.02))
 
@@ -278,4 +295,6 @@ def test_killed_at_any_moment_the_rows_are_those_of_an_undisturbed_run(tmp_path)
     killed_run(tmp_path / "whole")
     cut, whole = ([t.tokens.tolist() for t in read_texts(tmp_path / name)] for name in ("cut", "whole"))
     assert cut == whole
-    assert len({json.loads(line)["id"] for p in (tmp_path / "cut").glob("*.jsonl") for line in p.open()}) == 1
+    for name in ("cut", "whole"):
+        ids = [json.loads(line)["id"] for p in (tmp_path / name).glob("*.jsonl") for line in p.open()]
+        assert sorted(ids) == sorted(f"c{i}" for i in range(24))

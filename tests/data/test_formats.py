@@ -94,6 +94,18 @@ def test_tools_calls_and_reasoning_are_kept():
     assert parse({"conversations": shared}, {}).messages[1]["tool_calls"][0]["function"]["name"] == "f"
 
 
+def test_reasoning_by_its_other_names_and_without_content():
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        turn = {"role": "assistant", "content": None, name: "so"}
+        assert parse({"messages": [ASK, turn]}, {}).messages[1] == {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "so",
+        }
+    extra = {"role": "user", "content": "x", "ip": "1.2.3.4", "ts": 5}
+    assert parse({"messages": [extra]}, {}).messages == [{"role": "user", "content": "x"}]
+
+
 def m(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
@@ -131,6 +143,11 @@ def m(*turns):
         (m(("user", "a\0b")), NUL),
         (m(("user", "a\ud83d")), ENCODING),
         ({"prompt": "x", "completion": "\udc80"}, ENCODING),
+        ({"prompt": "x", "id": "\ud83d"}, ENCODING),
+        (m(("user", [{"type": "text", "text": None}])), NOT_TEXT),
+        ({"messages": [ASK], "tools": [{"function": "f"}]}, NOT_TEXT),
+        ({"messages": [ASK], "tools": 5}, NOT_TEXT),
+        ({"messages": [ASK, {"role": "assistant", "tool_calls": 5}]}, NOT_TEXT),
         ({"input_ids": [1, 2]}, FIELDS_MISSING),
         ({"input_ids": [1, 2], "loss_mask": [1]}, FIELDS_MISSING),
         ({"input_ids": ["a"], "loss_mask": [1]}, NOT_TEXT),

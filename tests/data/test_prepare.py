@@ -1,8 +1,10 @@
 """From files to prepared rows: nothing is lost, everything is counted, nothing held out is trained on."""
 
+import datetime
 import json
 
 import pytest
+from datasets import Dataset
 from sharegpt import FAULTS, write_sharegpt
 from styles import template_tokenizer
 from tiny import tiny_tokenizer
@@ -191,6 +193,89 @@ def test_held_out_by_file_shares_nothing_with_training(tmp_path):
     assert counts["heldout_of_these_rows"] == 0
 
 
+def first_questions(rows, style="smollm2"):
+    tokenizer = template_tokenizer(style)
+    return [tokenizer.decode(row.prompt).rpartition("user\n")[2].casefold() for row in rows]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_is_measured_is_never_asked_in_training(tmp_path, recorded):
+    """Several answers to one question, several conversations with one opening, other case and spaces, and metadata."""
+    rows = [{"prompt": f"q {i % 12}", "completion": f"a{i}"} for i in range(48)]
+    rows += [{"prompt": f" Q  {i}", "completion": "x"} for i in range(12)]
+    for i in range(24):
+        turns = [{"role": "user", "content": f"open {i % 4}", "ts": i}, {"role": "assistant", "content": "yes"}]
+        more = [{"role": "user", "content": f"then {i}"}, {"role": "assistant", "content": "no"}]
+        rows.append({"messages": turns + more})
+    config = DataConfig(["x"], lines(tmp_path / "a.jsonl", rows), heldout=5, max_rejected=1.0)
+    _, train, heldout, _ = run(tmp_path, config, recorded)
+    own = [row for row in heldout if row.domain == "x"]
+    assert len(own) == 5
+    spaced = [{"".join(q.split()) for q in first_questions(some)} for some in (own, train)]
+    assert not spaced[0] & spaced[1]
+
+
+def test_a_held_out_file_that_is_the_training_file_is_refused(tmp_path):
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(9)]
+    path = lines(tmp_path / "a.jsonl", rows)
+    for recorded in (False, True):
+        with pytest.raises(UserError, match=r"none of the 9 rows of .* can be measured: 9 are trained on"):
+            run(tmp_path, DataConfig(["x"], path, heldout_path=path), recorded)
+
+
+def test_faults_of_a_held_out_file_are_counted(tmp_path):
+    train = lines(tmp_path / "a.jsonl", asks(9))
+    other = lines(tmp_path / "b.jsonl", [{"prompt": "new"}, {"prompt": 5}, {"prompt": "say 1"}])
+    counts, _, _, said = run(tmp_path, DataConfig(["x"], train, heldout_path=other))
+    assert counts["heldout_files"]["rejected"] == 1
+    assert counts["heldout_files"]["trained_on"] == 1
+    assert counts["rejected"] == 0
+    assert any("1 that are trained on, 1 rejected" in line for line in said)
+    assert len((tmp_path / "out/rejects-heldout.jsonl").read_text().splitlines()) == 1
+
+
+def test_weights_and_limits_together(tmp_path):
+    paths = [lines(tmp_path / f"{name}.jsonl", asks(60, name, domain="law")) for name in "ab"]
+    sources = [SourceConfig(path, weight=1.0) for path in paths]
+    counts = run(tmp_path, DataConfig(sources=sources, heldout=3, limit=20))[0]
+    assert counts["domains"] == {"law": 20}
+    empty = lines(tmp_path / "c.jsonl", [{"prompt": 1}])
+    with pytest.raises(UserError, match=r"c\.jsonl has no row to train on"):
+        run(tmp_path, DataConfig(sources=[sources[0], SourceConfig(empty, weight=1.0)], max_rejected=1.0))
+
+
+def test_rows_nobody_thought_of_cost_only_themselves(tmp_path):
+    tool = {"type": "function", "function": {"name": "f", "description": "\ud83d"}}
+    rows = [
+        *asks(9),
+        {"prompt": "x", "id": "\ud83d"},
+        {"prompt": "[" * 2000},
+        {"messages": [{"role": "user", "content": "y"}], "tools": [tool]},
+        {"messages": [{"role": "user", "content": "y"}], "tools": [{"type": "function", "function": "f"}]},
+        {"messages": [{"role": "user", "content": "z"}, {"role": "assistant", "tool_calls": 5}]},
+    ]
+    config = DataConfig(["x"], lines(tmp_path / "a.jsonl", rows), max_rejected=1.0, max_prompt_tokens=3000)
+    counts, train, _, _ = run(tmp_path, config, style="qwen3")
+    assert counts["rejected"] == 4  # brackets alone are a text
+    assert len(train) == 7
+
+
+def test_dates_in_a_table_are_no_obstacle(tmp_path):
+    turns = [{"role": "user", "content": "a", "timestamp": datetime.datetime(2024, 1, 1)}]
+    rows = [{"conversation": [{**turns[0], "content": f"a{i}"}]} for i in range(4)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    config = DataConfig(["x"], str(tmp_path / "a.parquet"), mapping={"conversations": "conversation"}, heldout=1)
+    assert run(tmp_path, config)[0]["train"] == 3
+
+
+def test_plain_texts_are_cut_at_the_length(tmp_path):
+    rows = [{"text": f"{i} " + "word " * 100} for i in range(4)]
+    config = DataConfig(["x"], lines(tmp_path / "a.jsonl", rows), max_tokens=50, heldout=1)
+    counts, train, _, _ = run(tmp_path, config, recorded=True)
+    assert counts["cut_at_a_turn"] == 4
+    assert {len(row.texts[0][0]) for row in train} == {50}
+
+
 def test_transfer_domains_come_along_unless_the_user_has_one_of_that_name(tmp_path):
     _, _, heldout, _ = run(tmp_path, DataConfig(["maths"], lines(tmp_path / "a.jsonl", asks(9)), heldout=2))
     found = {row.domain for row in heldout}
@@ -268,7 +353,9 @@ def test_a_dry_run_shows_a_row_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"domains": []}, "data.domains is empty"),
+        ({"domains": []}, "give data.path, data.sources or data.domains"),
+        ({"path": ""}, "data.path is empty"),
+        ({"rows": 5}, "data.rows applies with data.path"),
         ({"limit": 0}, "data.limit"),
         ({"heldout": 0}, "data.heldout"),
         ({"max_tokens": 0}, "data.max_tokens"),

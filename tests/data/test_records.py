@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import random
 
 import pytest
 
 import data.records
-from data.records import BROKEN, CUT, ENCODING, NOT_OBJECT, NUL, read_json
+from data.records import BROKEN, CUT, ENCODING, NOT_OBJECT, NUL, read_csv, read_json
 
 ROWS = [{"id": i, "conversations": [{"from": "human", "value": "é" * i + "x"}]} for i in range(8)]
 
@@ -109,3 +110,39 @@ def test_bytes_read_grow_to_the_size_of_the_file(tmp_path):
 def test_an_empty_file_has_no_records(tmp_path):
     assert written(tmp_path / "a.jsonl", "") == written(tmp_path / "b.json", " \n") == []
     assert written(tmp_path / "c.json", "[]") == []
+
+
+def test_nothing_behind_a_broken_record_is_lost(tmp_path):
+    """The first one broken, an inner object that begins as records do, several arrays in one file."""
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    rows = [{"id": i, "conversations": turns, "calls": [{"id": 1}, {"id": 2}]} for i in range(6)]
+    for broken in (0, 3):
+        parts = [json.dumps(row) for row in rows]
+        parts[broken] = parts[broken].replace('"human"', "human", 1)
+        records = written(tmp_path / "a.json", "[" + ", ".join(parts) + "]")
+        found = [record.row for record in records if record.row is not None and "conversations" in record.row]
+        assert found == rows[:broken] + rows[broken + 1 :]
+        assert bad(records)[0] == ("line 1", BROKEN)
+    for text in (f"{json.dumps(rows[:1])}\n{json.dumps(rows[1:])}", "".join(f"[{json.dumps(row)}]\n" for row in rows)):
+        assert [record.row for record in written(tmp_path / "b.json", text)] == rows
+
+
+def test_a_number_of_thousands_of_digits_and_a_cut_gzip(tmp_path):
+    big = '{"id": ' + "1" * 5000 + "}"
+    assert bad(written(tmp_path / "a.jsonl", big + "\n" + lines()))[0] == ("line 1", BROKEN)
+    assert bad(written(tmp_path / "a.json", f"[{big}, {json.dumps(ROWS)[1:]}"))[0] == ("line 1", BROKEN)
+    packed = gzip.compress(("".join(random.Random(0).choices("abc", k=50)) + lines() * 500).encode())
+    records = written(tmp_path / "a.jsonl.gz", packed[:-40])
+    assert records[-1].reason == CUT
+
+
+def test_tables_of_text(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,completion\n"a, b","line\n2"\nonly one\n\n007,NA\n"broken"x,y\nlast,one\n')
+    records = list(read_csv(path))
+    assert [record.row for record in records if record.row] == [
+        {"prompt": "a, b", "completion": "line\n2"},
+        {"prompt": "007", "completion": "NA"},
+        {"prompt": "last", "completion": "one"},
+    ]
+    assert bad(records) == [("line 4", BROKEN), ("line 7", BROKEN)]

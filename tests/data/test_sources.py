@@ -34,7 +34,7 @@ def save(folder, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, kind):
     assert rows(save(tmp_path, kind)) == ROWS
-    assert rows(tmp_path / f"a.{kind}", limit=2) == ROWS[:2]
+    assert rows(tmp_path / f"a.{kind}", rows=2) == ROWS[:2]
 
 
 def test_turns_in_a_table(tmp_path):
@@ -72,7 +72,7 @@ def test_a_misencoded_table_costs_only_its_row(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"prompt\ngood\ncaf\xe9\n")
     good, bad = Source(SourceConfig(str(tmp_path / "a.csv"))).records()
     assert good.row == {"prompt": "good"}
-    assert (bad.row, bad.where, bad.reason) == (None, "row 2", "not UTF-8")
+    assert (bad.row, bad.where, bad.reason) == (None, "line 3", "not UTF-8")
 
 
 def test_the_hash_is_of_the_content(tmp_path):
@@ -104,7 +104,7 @@ def test_what_is_not_there_or_does_not_apply_is_a_sentence(tmp_path):
     for settings, message in (
         ({"format": "sharegtp"}, "'sharegtp' is not one of.*Did you mean 'sharegpt'"),
         ({"weight": 0.0}, "weight"),
-        ({"limit": 0}, "limit"),
+        ({"rows": 0}, "rows"),
         ({"mapping": {"x": "y"}}, "'x' is not a field"),
     ):
         with pytest.raises(UserError, match=message):
