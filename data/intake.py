@@ -57,7 +57,6 @@ class Intake:
         self.count = self.read = self.cut = 0
         self.rejected: Counter[str] = Counter()
         self.formats: Counter[str] = Counter()
-        self.prompt_tokens = 0
         self.writers: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.shares = Shares()
@@ -148,7 +147,6 @@ class Intake:
             name = f"{base}.{len(self._ids)}" if name == base else f"{name}'"
         self._ids.add(_hash(name))
         domain = example.domain or source.domain
-        self.prompt_tokens += len(prompt)
         if self.recorded:
             self.writers[example.writer or ""] += 1
             for text in texts:
@@ -224,7 +222,6 @@ class Intake:
         """What a manifest records: rows read, and what became of them."""
         found: dict[str, Any] = {"rows": self.count, "rejected": self.rejected.total()}
         found |= {"reasons": dict(self.rejected.most_common()), "formats": dict(self.formats)}
-        found["prompt_tokens"] = self.prompt_tokens
         if self.recorded:
             found |= {"cut_at_a_turn": self.cut, "writers": dict(self.writers), "supervision": self.shares.counts()}
         return found

@@ -28,12 +28,14 @@ class Split:
         self.files = [path.open("w", encoding="utf-8") for path in self.paths]
         self.marks = [array("Q") for _ in sources]
         self.domains = [array("L") for _ in sources]
+        self.lengths = [array("L") for _ in sources]
         self.names: dict[str, int] = {}
 
     def add(self, source: int, row: Row, mark: int) -> None:
         """mark: the hash of what is asked; all rows of one mark go to the same side."""
         self.files[source].write(row.line())
         self.marks[source].append(mark)
+        self.lengths[source].append(len(row.prompt))
         self.domains[source].append(self.names.setdefault(row.domain, len(self.names)))
 
     def trained_marks(self) -> set[int]:
@@ -47,9 +49,10 @@ class Split:
         used = self._mix([[mark not in held for mark in marks] for marks in self.marks])
         firsts: dict[int, str] = {}
         trained: Counter[str] = Counter()
-        names = list(self.names)
+        names, prompt_tokens = list(self.names), 0
 
         def write(path: Path) -> None:
+            nonlocal prompt_tokens
             with path.open("w", encoding="utf-8") as out:
                 for source, number, line in self._lines():
                     mark = self.marks[source][number]
@@ -59,6 +62,7 @@ class Split:
                         domain = names[self.domains[source][number]]
                         if self.config.limit is None or trained[domain] < self.config.limit:
                             trained[domain] += 1
+                            prompt_tokens += self.lengths[source][number]
                             out.write(line)
 
         write_by(self.folder / "train.jsonl", write)
@@ -76,6 +80,7 @@ class Split:
             path.unlink()
         counts = {"train": total, "heldout": len(lines), "heldout_of_these_rows": len(firsts)}
         counts["left_out"] = count - len(firsts) - total
+        counts["prompt_tokens"] = prompt_tokens
         return {**counts, "domains": dict(sorted(trained.items()))}
 
     def _held(self) -> set[int]:
