@@ -6,6 +6,7 @@ written last, by rename. No manifest: not finished. Another plan: refused, namin
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from specdec.errors import UserError
 
@@ -79,6 +80,21 @@ def open_stage(
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / PLAN, json.dumps(plan, indent=2) + "\n")
     return Stage(folder, kind, plan, (folder / MANIFEST).is_file())
+
+
+def claim(folder: Path) -> IO[str]:
+    """Keep other processes out of a run folder for as long as the returned file is open.
+
+    Raises UserError where one is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise UserError(f"{folder} is in use by another process; wait for it, or use another out=FOLDER") from error
+    return file
 
 
 def stale(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) -> bool:

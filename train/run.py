@@ -6,11 +6,11 @@ import functools
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from data.artifact import Stage, fingerprint, forget, open_stage, plan_of, stale, write_text
+from data.artifact import Stage, claim, fingerprint, forget, open_stage, plan_of, stale, write_text
 from data.chat import Template, tokenizer_hash
 from data.prepare import open_sources
 from specdec.drafter import drafter_module, open_drafter
@@ -43,7 +43,13 @@ class Run:
         write_text(self.config.out / "config.yaml", self.config.text)
         return Log(self.config.log, self.config.out, self.config.out.name)
 
+    @functools.cached_property
+    def _claim(self) -> IO[str]:
+        return claim(self.config.out)
+
     def close(self) -> None:
+        if "_claim" in vars(self):
+            self._claim.close()
         if "log" in vars(self):
             self.log.close()
 

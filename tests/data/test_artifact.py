@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from data.artifact import fingerprint, forget, open_stage, stale, write_by
+from data.artifact import claim, fingerprint, forget, open_stage, stale, write_by
 from specdec import UserError
 
 CONFIG = {"fit": {"lr": 0.1, "steps": 3}}
@@ -87,3 +87,11 @@ def test_a_new_empty_setting_is_named_and_what_holds_no_pieces_begins_anew(tmp_p
     stage.finish({})
     with pytest.raises(UserError, match="x = 2, now 3"):
         open_stage(tmp_path / "a", "prepare", {"x": 3}, {}, pieces=False)
+
+
+def test_one_process_at_a_time_in_a_run_folder(tmp_path):
+    held = claim(tmp_path / "run")
+    with pytest.raises(UserError, match="is in use by another process"):
+        claim(tmp_path / "run")
+    held.close()
+    claim(tmp_path / "run").close()
