@@ -38,7 +38,7 @@ class Stage:
     @property
     def counts(self) -> dict[str, Any]:
         """What a finished stage recorded."""
-        return json.loads((self.folder / MANIFEST).read_text())["counts"]
+        return read_json(self.folder / MANIFEST)["counts"]
 
     def finish(self, counts: Mapping[str, Any]) -> None:
         """Write the manifest: from now on the stage is finished."""
@@ -66,17 +66,15 @@ def open_stage(
     """
     plan = plan_of(config, inputs)
     before = _read_plan(folder)
-    if before != plan and not pieces and not (folder / MANIFEST).is_file():
-        forget(folder)
-        before = None
-    if before is not None and before != plan and not _empty(folder):
+    if before is None and folder.is_dir() and not _empty(folder):
+        raise UserError(f"{folder} holds files that no run made; move them away, or use another out=FOLDER")
+    begun = pieces or (folder / MANIFEST).is_file()
+    if before is not None and before != plan and begun and not _empty(folder):
         raise UserError(
             f"{folder} was made with {_difference(before, plan, kind)}. Use another out=FOLDER, or redo=[{kind}] "
             "to make this stage and those after it again"
         )
     if before != plan:
-        if before is None and folder.exists():
-            forget(folder)  # what lies here without a plan is of no known settings
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / PLAN, json.dumps(plan, indent=2) + "\n")
     return Stage(folder, kind, plan, (folder / MANIFEST).is_file())
@@ -118,11 +116,19 @@ def plan_of(config: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, A
 
 def _read_plan(folder: Path) -> dict[str, Any] | None:
     path = folder / PLAN
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
+
+
+def read_json(path: Path) -> Any:
+    """A file that this program wrote. Raises UserError where it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove {path.parent} to make it again") from error
 
 
 def _empty(folder: Path) -> bool:
-    return {path.name for path in folder.iterdir()} <= {PLAN}
+    return {path.name for path in folder.iterdir()} <= {PLAN, f".{PLAN}.partial"}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -158,6 +164,8 @@ def _difference(before: Any, after: Any, kind: str) -> str:
     changed.sort(key=lambda key: key.startswith("inputs"))
     key = changed[0]
     name = key.removeprefix("config.")
+    if name == "data.content":
+        return f"other rows in its data files than there are now (stage {kind})"
     if key.startswith("inputs."):
         return f"another {key.removeprefix('inputs.')} than there is now (stage {kind})"
     return f"{name} = {old.get(key, 'nothing')}, now {new.get(key, 'nothing')} (stage {kind})"

@@ -73,14 +73,18 @@ class Template:
             turns.insert(0, {"role": "system", "content": self.system})
         return turns
 
-    def exchanges(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Exchange]:
-        """Every assistant turn as an exchange. Raises BadRow."""
-        found = []
+    def exchanges(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, most: int | None = None
+    ) -> list[Exchange]:
+        """Every assistant turn as an exchange, up to the first prompt of more than `most` letters. Raises BadRow."""
+        found: list[Exchange] = []
         for k, message in enumerate(messages):
             if message["role"] == "assistant":
                 if "content" not in message:
                     raise BadRow(NO_ANSWER, f"turn {k + 1} has no content")
                 prompt = self.render(messages[:k], tools, answer_follows=True)
+                if found and most is not None and len(prompt) > most:
+                    break
                 found.append(Exchange(prompt, self._answer(messages[: k + 1], prompt, tools)))
         if not found:
             raise BadRow(NO_ANSWER, "there is no assistant turn")

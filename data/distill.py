@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +64,8 @@ class DistillConfig:
             )
         if not self.temperatures:
             raise UserError("distill.temperatures is empty; [0.0] makes one greedy answer per prompt")
-        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
-            raise UserError(f"distill.temperatures must be 0 (greedy) or more, got {self.temperatures}")
+        if not all(one == 0 or 0.01 <= one <= 100 for one in self.temperatures):
+            raise UserError(f"distill.temperatures must be 0 (greedy) or from 0.01 to 100, got {self.temperatures}")
         for name in ("batch_size", "shard_size", "max_new_tokens", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -35,22 +35,13 @@ FIELDS = (
 KEPT = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 """Fields of a turn that templates read, beside role and content."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+_NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
+    "tool": ("tool", "function", "function_response", "observation"),
 }
+ROLES = {name: role for role, names in _NAMES.items() for name in names}
 EMPTY, ASSISTANT_FIRST, TWICE, ROLE = (
     "empty conversation",
     "assistant turn first",
@@ -95,7 +86,9 @@ class Example:
 
 def check_mapping(mapping: Mapping[str, str]) -> None:
     """Raises UserError for a field we do not know."""
-    for key in mapping:
+    for key, column in mapping.items():
+        if not isinstance(column, str):
+            raise UserError(f"data.mapping: {key} must be the name of a column, got {column}")
         if key not in FIELDS:
             raise UserError(
                 f"data.mapping: '{key}' is not a field ({', '.join(FIELDS)}).{nearest(key, FIELDS)} "
@@ -280,6 +273,11 @@ def _tokens(row: dict[str, Any]) -> tuple[list[int], tuple[Span, ...]]:
     for name, values in (("input_ids", tokens), ("loss_mask", mask)):
         if not isinstance(values, list) or not all(isinstance(one, int) for one in values):
             raise BadRow(NOT_TEXT, f"{name} is not a list of whole numbers")
+    if any(isinstance(one, bool) for one in tokens):
+        raise BadRow(NOT_TEXT, "input_ids are true and false")
+    if odd := [one for one in mask if one not in (0, 1)]:
+        raise BadRow(NOT_TEXT, f"loss_mask holds {odd[0]}; it is 1 at tokens to learn, 0 elsewhere")
+    mask = [0, *mask[1:]][: len(mask)]  # nothing stands before the first token to predict it from
     if len(tokens) != len(mask):
         raise BadRow(FIELDS_MISSING, f"{len(tokens)} input_ids but {len(mask)} loss_mask")
     if not tokens:

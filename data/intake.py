@@ -15,7 +15,7 @@ from data.audit import Shares
 from data.chat import NO_ANSWER, Exchange, Piece, Template
 from data.formats import EMPTY, BadRow, Example, Message, parse
 from data.questions import asked, spoken, to_answer
-from data.records import Record
+from data.records import ENCODING, Record
 from data.rows import Row
 from data.sources import Source
 from specdec.errors import UserError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TOO_LONG, DUPLICATE, OUTSIDE, UNEXPECTED = "too long", "duplicate", "id outside the vocabulary", "unexpected"
 BATCH = 256
+LETTERS = 100
+"""No prompt has more letters a token; longer ones are not even encoded."""
 CHECKED = 20
 """Prompts of each source whose ids are compared with what serving renders."""
 
@@ -61,7 +63,7 @@ class Intake:
         self.dropped: Counter[str] = Counter()
         self.shares = Shares()
         self.seen: set[int] = set()
-        self._ids: set[int] = set()
+        self.ids: set[int] = set()
         self._vocabulary = len(template.tokenizer)
         self._first: dict[str, str] = {}
 
@@ -77,6 +79,8 @@ class Intake:
                     drafts.append(self._draft(record, source))
                 except BadRow as bad:
                     self._note(source, record.where, bad, record.row)
+                except UnicodeEncodeError as error:
+                    self._note(source, record.where, BadRow(ENCODING, f"half a character: {error.reason}"), None)
                 except Exception as error:  # a row nobody thought of must not end the run; it is counted and shown
                     unexpected = BadRow(UNEXPECTED, f"{type(error).__name__}: {error}")
                     self._note(source, record.where, unexpected, record.row)
@@ -107,10 +111,13 @@ class Intake:
             draft.messages = content = example.messages if self.recorded else to_answer(example.messages)
             start = draft.start = spoken(draft.messages) if self.recorded else asked(draft.messages)
             if self.recorded:
-                draft.exchanges = self.template.exchanges(example.messages, example.tools)
+                most = LETTERS * self.config.max_tokens
+                draft.exchanges = self.template.exchanges(example.messages, example.tools, most)
                 prompt = draft.exchanges[0].prompt
             else:
                 draft.prompt = prompt = self.template.render(start, example.tools, answer_follows=True)
+            if len(prompt) > LETTERS * max(self.config.max_prompt_tokens, self.config.max_tokens):
+                raise BadRow(TOO_LONG, f"the prompt has {len(prompt)} letters")
             for text in [prompt, *(one.answer for one in draft.exchanges or [])]:
                 text.encode()  # half a character may hide in a tool's description
             self._look_for_dropped(start, example.tools, prompt)
@@ -143,9 +150,9 @@ class Intake:
             raise BadRow(TOO_LONG, f"the prompt has {len(prompt)} tokens")
         name = example.id or f"{source.domain}-{draft.where.removeprefix('line ').removeprefix('row ')}"
         base = name
-        while _hash(name) in self._ids:
-            name = f"{base}.{len(self._ids)}" if name == base else f"{name}'"
-        self._ids.add(_hash(name))
+        while _hash(name) in self.ids:
+            name = f"{base}.{len(self.ids)}" if name == base else f"{name}'"
+        self.ids.add(_hash(name))
         domain = example.domain or source.domain
         if self.recorded:
             self.writers[example.writer or ""] += 1
@@ -161,6 +168,8 @@ class Intake:
         """(prompt, texts) of a text or of ids."""
         tokenizer, spans = self.template.tokenizer, example.spans
         if example.text is not None:
+            if len(example.text) > LETTERS * self.config.max_tokens * 10:
+                raise BadRow(TOO_LONG, f"the text has {len(example.text)} letters")
             special = not (tokenizer.bos_token and example.text.startswith(tokenizer.bos_token))
             tokens = tokenizer(example.text, add_special_tokens=special)["input_ids"]
             spans = ((1, len(tokens)),) if len(tokens) > 1 else ()
@@ -255,5 +264,5 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _hash(value: Any) -> int:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str, ensure_ascii=False)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -134,7 +134,10 @@ def open_sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
         return train, transfer
     first = train[0]
     own = SourceConfig(config.heldout_path, first.domain, None, first.config.format, first.config.mapping)
-    return train, [Source(own), *transfer]
+    try:
+        return train, [Source(own), *transfer]
+    except UserError as error:
+        raise UserError(str(error).replace("data.path", "data.heldout_path", 1)) from error
 
 
 def look(source: Source) -> str:
@@ -160,17 +163,20 @@ def look(source: Source) -> str:
         raise UserError(f'{path}: the file is empty; a row is e.g. {{"prompt": "What is 2 + 2?"}}')
     if not names:
         raise UserError(f"{path}: none of the first {looked} rows can be read. {first}")
+    listed = ", ".join(name[:40] for name in list(names)[:20])
     absent = [theirs for theirs in mapping.values() if theirs not in names]
     if absent and not seen:
-        raise UserError(f"data.mapping: {path} has no column '{absent[0]}'; its columns: {', '.join(names)}")
+        raise UserError(f"data.mapping: {path} has no column '{absent[0]}'; its columns: {listed}")
     if not seen:
         layouts = "; ".join(" + ".join(needed) for needed in FORMATS.values())
         raise UserError(
-            f"{path}: no known layout: its columns are {', '.join(names)}. Known: {layouts}. Name the columns, "
+            f"{path}: no known layout: its columns are {listed}. Known: {layouts}. Name the columns, "
             "e.g. 'data.mapping={prompt: question, completion: answer}'"
         )
     kinds = ", ".join(f"{name.replace('_', '/')} ({count} of the first {looked} rows)" for name, count in seen.items())
-    return f"{path}: {kinds}" + (f"; none of them has a column '{absent[0]}'" if absent else "")
+    notes = f"; none of them has a column '{absent[0]}'" if absent else ""
+    notes += f"; {source.skipped} other files in the folder are not read" if source.skipped else ""
+    return f"{path}: {kinds}{notes}"
 
 
 def prepare(
@@ -205,6 +211,7 @@ def prepare(
         own.check_share(stage.folder / "rejects.jsonl")
     with (stage.folder / "rejects-heldout.jsonl").open("w", encoding="utf-8") as rejects:
         other = Intake(config, template, window, False, rejects.write)
+        other.ids = own.ids  # records of an evaluation are told apart by them
         others, heldout_counts = _others(config, heldout, split, other, say)
         counts = own.counts() | split.finish(others, config.own and config.heldout_path is None)
         counts |= heldout_counts
@@ -231,6 +238,8 @@ def _others(
             fresh = [row for row, mark in batch if mark not in trained]
             asked_before += len(batch) - len(fresh)
             own += fresh
+        if given:
+            intake.check_share(split.folder / "rejects-heldout.jsonl")
         if given and not own:
             raise UserError(
                 f"data.heldout_path: none of the {intake.count} rows of {source.config.path} can be measured: "

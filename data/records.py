@@ -6,8 +6,11 @@ cannot be read becomes a record with a reason and its place, and reading goes on
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
+import gzip
+import itertools
 import json
 import lzma
 import re
@@ -17,20 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
+from specdec.errors import UserError
 
-BROKEN, CUT, NOT_OBJECT, ENCODING, NUL = (
+BROKEN, BROKEN_ROW, CUT, NOT_OBJECT, ENCODING, NUL = (
     "broken JSON",
+    "broken row",
     "cut off",
     "not an object",
     "not UTF-8",
     "NUL byte",
 )
 CHUNK = 1 << 20
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+MOST_KEYS = 64
 LONGEST = 1 << 26  # characters of one record: what is longer is broken, not unfinished
-_SPACE = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"[\s,\[\]]*")  # also brackets: a file may hold several arrays, or lines behind one
 _KEY = re.compile(r'\{\s*("[^"]*")\s*:')
-_RECORD = re.compile(r",\s*(?=\{)")
 
 
 @dataclass(frozen=True)
@@ -45,59 +51,88 @@ class Record:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """The records of a .json or .jsonl file, also compressed ones (.gz, .bz2, .xz)."""
+    """The records of a .json or .jsonl file, also compressed ones (.gz, .bz2, .xz).
+
+    Raises UserError where it cannot be decompressed at all.
+    """
     read = count = 0
     try:
-        for record in _read_json(path):
-            read, count = record.read, count + 1
-            yield record
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            start = _sniffed(file)
+            if start.startswith(_UTF16):
+                yield Record("line 1", None, ENCODING, "the file is UTF-16; save it as UTF-8")
+                return
+            begin = len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0
+            file.seek(begin)
+            lines = start[begin:].lstrip()[:1] != b"["
+            for record in _lines(file, begin) if lines else _Array(file, begin).records():
+                read, count = record.read, count + 1
+                yield record
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        if not count:
+            raise UserError(f"{path} cannot be decompressed: {error}") from error
         yield Record(f"record {count + 1}", None, CUT, f"the compressed file ends early: {error}", read)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_json(path: Path) -> Iterator[Record]:
-    with fsspec.open(str(path), "rb", compression="infer") as file:
-        start = file.read(4)
-        file.seek(0)
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            yield Record("line 1", None, ENCODING, "the file is UTF-16; save it as UTF-8")
-            return
-        if start.startswith(codecs.BOM_UTF8):
-            file.seek(len(codecs.BOM_UTF8))
-        begin = file.tell()
-        first = file.read(CHUNK).lstrip()[:1]
-        file.seek(begin)
-        yield from _Array(file, begin).records() if first == b"[" else _lines(file, begin)
+def _sniffed(file: BinaryIO) -> bytes:
+    """Some bytes of the beginning, however little of a compressed file is there."""
+    start = b""
+    while len(start) < 4096 and (byte := file.read(1)):
+        start += byte
+        if start.strip(b"\xef\xbb\xbf \t\r\n") and len(start) >= 4:
+            break
+    return start
 
 
 def read_csv(path: Path) -> Iterator[Record]:
-    """The rows of a .csv or .tsv file; every cell is the text it is: 007 stays 007, NA stays NA."""
+    """The rows of a .csv or .tsv file; every cell is the text it is: 007 stays 007, NA stays NA.
+
+    A quote that is never closed costs its own row: reading goes on with the next line.
+    """
     csv.field_size_limit(LONGEST)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-        names: list[str] | None = None
-        while True:
-            where = f"line {rows.line_num + 1}"
-            try:
-                cells = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Record(where, None, BROKEN, str(error))
-                continue
-            if not cells:
-                continue
-            if names is None:
-                names = cells
-            elif len(cells) != len(names):
-                yield Record(where, None, BROKEN, f"{len(cells)} cells, the header has {len(names)}")
-            elif any(map(_lost, cells)):
-                yield Record(where, None, ENCODING, "a byte that is not UTF-8")
-            else:
-                yield Record(where, dict(zip(names, cells, strict=True)))
+    with path.open("rb") as file:
+        if file.read(2) in _UTF16:
+            yield Record("line 1", None, ENCODING, "the file is UTF-16; save it as UTF-8")
+            return
+    names: list[str] | None = None
+    skip = 0  # lines before this one are done with
+    while True:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            rows = csv.reader(
+                itertools.islice(file, skip, None), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
+            )
+            first = skip
+            while True:
+                begin = first + rows.line_num
+                where = f"line {begin + 1}"
+                try:
+                    cells = next(rows)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    yield Record(where, None, BROKEN_ROW, str(error))
+                    skip = begin + 1
+                    break
+                if not cells:
+                    continue
+                if first + rows.line_num > begin + 1:
+                    where = f"lines {begin + 1} to {first + rows.line_num}"
+                if names is None:
+                    names = cells
+                elif len(cells) != len(names):
+                    yield Record(where, None, BROKEN_ROW, f"{len(cells)} cells, the header has {len(names)}")
+                    if first + rows.line_num > begin + 1:  # perhaps a quote closed by another row's
+                        skip = begin + 1
+                        break
+                elif any(map(lost, cells)):
+                    yield Record(where, None, ENCODING, "a byte that is not UTF-8")
+                else:
+                    yield Record(where, dict(zip(names, cells, strict=True)))
 
 
-def _lost(text: str) -> bool:
+def lost(text: str) -> bool:
     """Whether a byte of it could not be decoded."""
     return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
 
@@ -145,25 +180,17 @@ class _Array:
         self.file, self.byte, self.line = file, byte, 1
         self.text, self.at, self.ended, self.size = "", 0, False, CHUNK
         self.decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self.begin = _RECORD
-        """How records begin, by the first one: where one is broken, the next is found by it."""
+        self.open = 0
+        """Brackets that are not closed yet."""
+        self.keys: dict[str, None] = {}
+        """Keys of the records so far, as JSON: where one is broken, the next begins with one of them."""
 
     def records(self) -> Iterator[Record]:
         scan = json.JSONDecoder().raw_decode
         self._fill()
-        self._use(self.text.index("[") + 1)
-        if self._next() and (match := _KEY.match(self.text, self.at)):
-            self.begin = re.compile(r",\s*(?=\{\s*" + re.escape(match[1]) + r"\s*:)")
         while self._next():
-            if self.text[self.at] == "]":
-                self._use(self.at + 1)
-                if not self._next():
-                    return
-                if self.text[self.at] == "[":  # another array, perhaps one on each line
-                    self._use(self.at + 1)
-                else:  # the bracket belonged to a broken record
-                    self._skip()
-                continue
+            if not self.keys and (match := _KEY.match(self.text, self.at)):
+                self.keys[match[1]] = None
             where = f"line {self.line}"
             try:
                 row, end = scan(self.text, self.at)
@@ -187,12 +214,15 @@ class _Array:
                 continue
             piece = self.text[self.at : end]
             self._use(end)
+            if isinstance(row, dict) and len(self.keys) < MOST_KEYS:
+                self.keys |= dict.fromkeys(map(json.dumps, row))
             yield self._sound(where, row, piece)
-        detail = f"the file ends at byte {self.byte}, without its closing ]"
-        yield Record(f"line {self.line}", None, CUT, detail, self.byte)
+        if self.open:
+            detail = f"the file ends at byte {self.byte}, without its closing ]"
+            yield Record(f"line {self.line}", None, CUT, detail, self.byte)
 
     def _sound(self, where: str, row: Any, piece: str) -> Record:
-        if _lost(piece):
+        if lost(piece):
             return Record(where, None, ENCODING, f"within the record ending at byte {self.byte}", self.byte)
         return _checked(where, row, self.byte)
 
@@ -207,6 +237,8 @@ class _Array:
         while True:
             match = _SPACE.match(self.text, self.at)
             assert match is not None
+            for letter in match[0]:
+                self.open = max(0, self.open + (letter == "[") - (letter == "]"))
             self._use(match.end())
             if self.at < len(self.text):
                 return True
@@ -215,14 +247,17 @@ class _Array:
             self._fill()
 
     def _skip(self) -> None:
-        """Move behind a broken record: to the next one that begins as the first did."""
+        """Move behind a broken record: to the next object that begins with a key that records have."""
+        keys = "|".join(map(re.escape, self.keys)) or '"'
+        begin = re.compile(r"[,}\]]\s*(?=\{\s*(?:" + keys + r")\s*:)")
         start = self.at + 1
         while True:
-            if match := self.begin.search(self.text, start):
+            if match := begin.search(self.text, start):
                 self._use(match.end())
                 return
             if self.ended:
                 self._use(len(self.text))
+                self.open = 0  # the broken record has been told
                 return
             self._use(max(self.at, len(self.text) - 4096))  # a record may begin across two pieces
             self._fill()

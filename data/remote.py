@@ -130,6 +130,13 @@ class Remote:
         finish, ids = choice["finish_reason"], choice.get("token_ids")
         exact = isinstance(ids, list)
         tokens = list(ids) if isinstance(ids, list) else self._ids_of(choice["text"])
+        if any(not isinstance(token, int) or not 0 <= token < len(self.tokenizer) for token in tokens):
+            raise UserError(
+                f"distill.server.url {self.config.url}: it answered with ids outside the target's vocabulary of "
+                f"{len(self.tokenizer)}; serve the model that target.source names"
+            )
+        if len(tokens) > self.max_new_tokens:
+            tokens, finish = tokens[: self.max_new_tokens], "length"
         stop = next((at for at, token in enumerate(tokens) if token in self.stop_tokens), None)
         if stop is not None:
             return Answer(tokens[: stop + 1], "stop", exact=exact)

@@ -46,11 +46,15 @@ class ServerConfig:
     """First wait before trying again, in seconds; it doubles each time, up to 30. A Retry-After header wins."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+            _ = parts.port
+        except ValueError as error:
+            raise UserError(f"distill.server.url is no address: {error}") from error
         if parts.password or parts.username:
             raise UserError("distill.server.url holds a password; put it into the variable that key_env names")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise UserError(f"distill.server.url must be like http://127.0.0.1:8000/v1, got '{self.url}'")
+            raise UserError("distill.server.url must be like http://127.0.0.1:8000/v1, without ? and #")
         # What was given is not repeated: it may be the key itself.
         if self.key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.key_env):
             raise UserError(
@@ -115,6 +119,8 @@ class Line:
                 return read(await self._send(client, path, body))
             except Again as again:
                 last = again
+            except (AttributeError, TypeError, ValueError, KeyError) as error:  # an answer of another shape
+                last = Again("an answer that makes no sense", str(error))
             except Refused as refused:
                 if refused.code in refusals:
                     raise
@@ -148,7 +154,7 @@ class Line:
                 wait = _asked_wait(error.response.headers.get("retry-after"))
                 raise Again(f"HTTP {code}", f"HTTP {code}: {reason}", wait) from None
             raise Refused(code, reason) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Again("an answer that is not JSON", str(error)) from None
 
     def _final(self, refused: Refused, model: str | None) -> UserError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.formats import FORMATS, check_mapping
-from data.records import Record, read_csv, read_json
+from data.records import Record, lost, read_csv, read_json
 from specdec.errors import UserError, nearest
 
 BUNDLED = Path(__file__).parent / "prompts"
@@ -54,8 +54,8 @@ class SourceConfig:
                 f"data.format: '{self.format}' is not one of {', '.join(known)}.{nearest(self.format, known)}"
             )
         check_mapping(self.mapping)
-        if self.weight is not None and self.weight <= 0:
-            raise UserError(f"data.sources: the weight of {self.path} must be above 0, got {self.weight}")
+        if self.weight is not None and not 1e-6 <= self.weight <= 1e6:
+            raise UserError(f"data.sources: the weight of {self.path} must be from 1e-6 to 1e6, got {self.weight}")
         if self.rows is not None and self.rows < 1:
             raise UserError(f"data.sources: the rows of {self.path} must be 1 or more, got {self.rows}")
 
@@ -67,6 +67,8 @@ class Source:
         self.config = config
         self.path = Path(config.path).expanduser()
         self.files: list[Path] = []
+        self.skipped = 0
+        """Other files in the folder."""
         self.saved = any((self.path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if not config.path.strip():
             raise UserError("data.path is empty")
@@ -76,8 +78,13 @@ class Source:
             self.files = sorted(path for path in self.path.rglob("*") if _is_data(path.relative_to(self.path), path))
             if not self.files:
                 raise UserError(f"data.path: folder {self.path} holds no json, jsonl, csv, tsv, parquet or arrow file")
+            everything = [path for path in self.path.rglob("*") if not path.is_dir()]
+            self.skipped = len(everything) - len(self.files)
         elif not self.saved and not _looks_like_hub(config.path):
             raise UserError(f"data.path: no file {config.path}, nor a folder, nor a hub id (OWNER/NAME)")
+        for path in self.files:
+            if lost(str(path)):
+                raise UserError(f"data.path: the name of {path!r} is not UTF-8; rename it")
         if self.files and (config.split or config.subset or config.streaming):
             raise UserError(f"data.path: {config.path} is read from files; split, subset and streaming do not apply")
         if self.saved and (config.subset or config.streaming):
@@ -143,6 +150,8 @@ class Source:
                 if name not in found:
                     raise UserError(f"data.split: {self.path} has no split '{name}'; it has {', '.join(found)}")
                 found = found[name]
+            elif name != "train":
+                raise UserError(f"data.split: {self.path} is one data set without splits, got '{config.split}'")
             if part:
                 raise UserError("data.split: a saved data set is read whole; use `rows` for a part")
             return found
@@ -160,7 +169,9 @@ _READERS = {"json": read_json, "csv": read_csv}
 
 def _kind(path: Path) -> str | None:
     name = path.with_suffix("") if path.suffix in PACKED else path
-    return "json" if name.suffix in JSON else "csv" if path.suffix in CSV else TABLES.get(path.suffix)
+    if name.suffix.lower() in JSON:
+        return "json"
+    return "csv" if path.suffix.lower() in CSV else TABLES.get(path.suffix.lower())
 
 
 def _is_data(inside: Path, path: Path) -> bool:

@@ -103,8 +103,10 @@ class Split:
                 raise UserError(f"data.sources: {name} has no row to train on, so there is nothing to weigh")
         scale = min(count / weight for count, weight in zip(counts, weights, strict=True))
         out = []
-        for rows, count, weight in zip(free, counts, weights, strict=True):
+        for (name, _), rows, count, weight in zip(self.sources, free, counts, weights, strict=True):
             most, number, used = int(weight * scale + 1e-9), 0, []
+            if not most:
+                raise UserError(f"data.sources: with these weights not one of the {count} rows of {name} is used")
             for row in rows:  # spread evenly over the source
                 used.append(row and number * most // count != (number + 1) * most // count)
                 number += row

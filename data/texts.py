@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from data.artifact import write_by
+from specdec.errors import UserError
 
 Span = tuple[int, int]
 FEATURES = "features"
@@ -109,8 +110,11 @@ def read_shard(path: Path) -> list[Text]:
 
 def metadata_of(path: Path) -> dict[str, str]:
     """What a shard's writer noted beside its tensors."""
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata())
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata())
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it to have it made again") from error
 
 
 @functools.lru_cache(maxsize=64)

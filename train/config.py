@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from data.capture import CaptureConfig
 from data.distill import DistillConfig
 from data.prepare import DataConfig
+from data.server import ServerConfig
+from data.sources import SourceConfig
 from eval.evaluate import EvalConfig
 from specdec.drafter import drafter_module
 from specdec.errors import UserError, nearest
@@ -29,6 +32,10 @@ from train.log import LogConfig
 from train.loop import FitConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+NESTED: dict[str, tuple[str, Any]] = {
+    "SourceConfig": ("data.sources", SourceConfig),
+    "ServerConfig": ("distill.server", ServerConfig),
+}
 STAGES = ("prepare", "distill", "capture", "fit", "evaluate", "export")
 GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "eval", "export", "log")
 T = TypeVar("T")
@@ -75,6 +82,10 @@ class TopConfig:
                 if stage not in STAGES:
                     known = ", ".join(STAGES)
                     raise UserError(f"{name}: '{stage}' is not a stage ({known}).{nearest(stage, STAGES)}")
+        if not self.stages:
+            raise UserError(f"stages is empty; there are {', '.join(STAGES)}")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if missing := [stage for stage in self.redo if stage not in self.stages]:
             raise UserError(f"redo: '{missing[0]}' is not among stages=[{','.join(self.stages)}]")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
@@ -117,8 +128,15 @@ def build(cls: type[T], node: DictConfig, where: str) -> T:
     _open(schema)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        key = f"{where}.{error.full_key or ''!s}".strip(".")
+    except (OmegaConfBaseException, TypeError) as error:
+        if match := re.match(r"Key '(\w+)' not in '(\w+)'", str(error)):
+            place, inner = NESTED[match[2]]
+            names = [field.name for field in dataclasses.fields(inner)]
+            raise UserError(
+                f"{place}: unknown key '{match[1]}'; known: {', '.join(names)}.{nearest(match[1], names)}"
+            ) from error
+        full = error.full_key if isinstance(error, OmegaConfBaseException) else ""
+        key = f"{where}.{full or ''!s}".strip(".")
         raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
@@ -142,7 +160,7 @@ def read(node: DictConfig) -> RunConfig:
     module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
     return RunConfig(
-        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{'-'.join(data.labels)}"),
+        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{_name(data.labels)}"),
         seed=top.seed,
         stages=top.stages,
         redo=top.redo,
@@ -163,6 +181,11 @@ def read(node: DictConfig) -> RunConfig:
     )
 
 
+def _name(labels: list[str]) -> str:
+    """Labels as part of a folder's name."""
+    return re.sub(r"[^\w-]+", "_", "-".join(labels))[:60]
+
+
 def objective_module(kind: str) -> Any:
     """train/objectives/<kind>.py. Raises UserError for a drafter that is not trained."""
     if not (Path(__file__).parent / "objectives" / f"{kind}.py").is_file():
@@ -176,6 +199,8 @@ def explain(error: Exception, keys: list[str]) -> str:
     if text.startswith("Could not override '"):
         key = text.split("'")[1]
         return f"unknown config key '{key}'.{nearest(key, keys)}"
+    if "mismatched input" in text or "no viable alternative" in text or "token recognition" in text:
+        text += """. Quote values with other letters twice, e.g. 'data.path="a=b.jsonl"'"""
     return text.replace("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.", "").strip()
 
 

@@ -49,6 +49,10 @@ def prepare(run: Run) -> None:
 def distill(run: Run) -> None:
     config, prepared = run.config.distill, run.need("prepare")
     rows = read_rows(prepared.folder, "train")
+    if len(rows) != prepared.counts["train"]:
+        raise UserError(
+            f"{rows.path} has {len(rows)} rows, {prepared.counts['train']} were written; redo=[prepare] makes it again"
+        )
     stage = run.open("distill")
     if run.skip(stage):
         return

@@ -51,7 +51,7 @@ class Log:
             for line in self.path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # a last line that was cut off
                     entry = json.loads(line)
-                    if entry["stage"] != stage or entry.get("step", 0) <= step:
+                    if entry.get("stage") != stage or entry.get("step", 0) <= step:
                         kept.append(json.dumps(entry) + "\n")
             write_text(self.path, "".join(kept))
 

@@ -7,6 +7,7 @@ of seed and number, so a resumed fit sees what an uninterrupted one would have s
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -61,8 +62,13 @@ class FitConfig:
                 raise UserError(f"fit.{name} must be 1 or more, got {getattr(self, name)}")
         if self.pack_tokens is not None and self.pack_tokens < 1:
             raise UserError(f"fit.pack_tokens must be 1 or more, or null, got {self.pack_tokens}")
-        if self.lr <= 0 or self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 1):
+        numbers = (self.lr, self.epochs, 1 if self.max_steps is None else self.max_steps)
+        if not all(0 < number < math.inf for number in numbers):
             raise UserError("fit.lr, fit.epochs and fit.max_steps must be above 0")
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.warmup_ratio <= 1 or not self.max_grad_norm > 0:
+            raise UserError("fit.weight_decay must be 0 or more, fit.warmup_ratio from 0 to 1, max_grad_norm above 0")
+        if not 0 <= self.average_decay < 1:
+            raise UserError(f"fit.average_decay must be from 0 to below 1, got {self.average_decay}")
 
     def steps(self, batches: int) -> int:
         """Optimiser steps, given the batches of one pass over the texts."""

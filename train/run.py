@@ -131,6 +131,7 @@ class Run:
     def open(self, name: str) -> Stage:
         """Begin, continue or skip a stage; with redo, what is there goes first, and all that was made from it."""
         folder, settings, inputs = self.folder(name), self._settings(name), self._inputs(name)
+        _ = self._claim
         if name in self.config.redo and stale(folder, settings, inputs):
             _ = self.target  # a target that cannot be loaded must not cost what is there
             forget(folder)

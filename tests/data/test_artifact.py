@@ -59,11 +59,22 @@ def test_a_plan_with_nothing_made_yet_gives_way(tmp_path):
     assert not open_stage(tmp_path / "fit", "fit", {"lr": 2}, {}).finished
 
 
-def test_leftovers_without_a_plan_are_not_adopted(tmp_path):
+def test_files_that_no_run_made_are_neither_adopted_nor_removed(tmp_path):
     (tmp_path / "fit").mkdir()
-    (tmp_path / "fit/step-000004").touch()
+    (tmp_path / "fit/thesis.tex").touch()
+    with pytest.raises(UserError, match="holds files that no run made"):
+        open_stage(tmp_path / "fit", "fit", CONFIG, {})
+    assert (tmp_path / "fit/thesis.tex").is_file()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.plan.json.partial").touch()  # killed while it was written
+    open_stage(tmp_path / "empty", "fit", CONFIG, {})
+
+
+def test_a_damaged_plan_is_named(tmp_path):
     open_stage(tmp_path / "fit", "fit", CONFIG, {})
-    assert [p.name for p in (tmp_path / "fit").iterdir()] == ["plan.json"]
+    (tmp_path / "fit/plan.json").write_text('{"config": ')
+    with pytest.raises(UserError, match=r"plan\.json is damaged"):
+        open_stage(tmp_path / "fit", "fit", CONFIG, {})
 
 
 def test_stale_is_finished_or_of_other_settings(tmp_path):
@@ -83,7 +94,7 @@ def test_a_new_empty_setting_is_named_and_what_holds_no_pieces_begins_anew(tmp_p
         with pytest.raises(UserError, match="y = nothing, now"):
             open_stage(tmp_path / "a", "prepare", new, {})
     stage = open_stage(tmp_path / "a", "prepare", {"x": 2}, {}, pieces=False)
-    assert not (tmp_path / "a/rejects.jsonl").exists()
+    assert stage.plan["config"] == {"x": 2}
     stage.finish({})
     with pytest.raises(UserError, match="x = 2, now 3"):
         open_stage(tmp_path / "a", "prepare", {"x": 3}, {}, pieces=False)

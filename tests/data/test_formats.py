@@ -68,6 +68,9 @@ def test_texts_and_tokens():
     assert parse({"text": "abc"}, {}).text == "abc"
     example = parse({"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]}, {})
     assert (example.tokens, example.spans) == ([5, 6, 7, 8, 9], ((1, 3), (4, 5)))
+    # Nothing predicts the first token.
+    assert parse({"input_ids": [5, 6], "loss_mask": [1, 1]}, {}).spans == ((1, 2),)
+    assert parse({"input_ids": [5], "loss_mask": [True]}, {}).spans == ()
 
 
 def test_a_mapping_renames_and_hides():
@@ -148,6 +151,8 @@ def m(*turns):
         ({"messages": [ASK], "tools": [{"function": "f"}]}, NOT_TEXT),
         ({"messages": [ASK], "tools": 5}, NOT_TEXT),
         ({"messages": [ASK, {"role": "assistant", "tool_calls": 5}]}, NOT_TEXT),
+        ({"input_ids": [1, 2], "loss_mask": [-100, 7]}, NOT_TEXT),
+        ({"input_ids": [True, 2], "loss_mask": [0, 1]}, NOT_TEXT),
         ({"input_ids": [1, 2]}, FIELDS_MISSING),
         ({"input_ids": [1, 2], "loss_mask": [1]}, FIELDS_MISSING),
         ({"input_ids": ["a"], "loss_mask": [1]}, NOT_TEXT),

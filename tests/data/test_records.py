@@ -7,7 +7,8 @@ import random
 import pytest
 
 import data.records
-from data.records import BROKEN, CUT, ENCODING, NOT_OBJECT, NUL, read_csv, read_json
+from data.records import BROKEN, BROKEN_ROW, CUT, ENCODING, NOT_OBJECT, NUL, read_csv, read_json
+from specdec import UserError
 
 ROWS = [{"id": i, "conversations": [{"from": "human", "value": "é" * i + "x"}]} for i in range(8)]
 
@@ -138,11 +139,32 @@ def test_a_number_of_thousands_of_digits_and_a_cut_gzip(tmp_path):
 
 def test_tables_of_text(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text('prompt,completion\n"a, b","line\n2"\nonly one\n\n007,NA\n"broken"x,y\nlast,one\n')
+    path.write_text('prompt,completion\n"a, b","line\n2"\nonly one\n\n007,NA\n"broken"x,y\n"never closed,z\nlast,one\n')
     records = list(read_csv(path))
     assert [record.row for record in records if record.row] == [
         {"prompt": "a, b", "completion": "line\n2"},
         {"prompt": "007", "completion": "NA"},
         {"prompt": "last", "completion": "one"},
     ]
-    assert bad(records) == [("line 4", BROKEN), ("line 7", BROKEN)]
+    assert bad(records) == [("line 4", BROKEN_ROW), ("line 7", BROKEN_ROW), ("line 8", BROKEN_ROW)]
+    path.write_text("a,b\n1,2\n".encode("utf-16").decode("latin-1"), encoding="latin-1")
+    assert [record.reason for record in read_csv(path)] == [ENCODING]
+
+
+def test_whatever_follows_an_array_is_read(tmp_path):
+    other = [{"value": i, "id": i} for i in range(40)]
+    rows = [{"id": i, "value": i} for i in range(10)]
+    text = json.dumps(rows) + "\n" + "".join(json.dumps(row) + "\n" for row in other)
+    assert [record.row for record in written(tmp_path / "a.json", text)] == rows + other
+    assert [record.row for record in written(tmp_path / "b.json", "[]\n" + lines())] == ROWS
+    broken = json.dumps([*rows, 5, *other]).replace("5, {", '{"id": oops}, {', 1)
+    records = written(tmp_path / "c.json", broken)
+    assert [record.row for record in records if record.row is not None] == rows + other
+    assert [reason for _, reason in bad(records)] == [BROKEN]
+
+
+def test_what_cannot_be_decompressed_is_a_sentence(tmp_path):
+    for name in ("a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz"):
+        with pytest.raises(UserError, match="cannot be"):
+            written(tmp_path / name, "not packed at all\n")
+    assert good(written(tmp_path / "small.jsonl.gz", gzip.compress(lines().encode())[:-9]))[:3] == [0, 1, 2]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from data.artifact import claim
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,6 +61,15 @@ def files(folder):
         (["drafter.tree.depth=0"], "tree.depth"),
         (["drafter.objective.loss=x"], "drafter.objective.loss: 'x'"),
         (["stages=[fit"], "fit"),
+        (["stages=[]"], "stages is empty"),
+        (["seed=-1"], "seed must be from 0"),
+        (["capture=true"], "capture is a group of keys"),
+        (["data=jsonl", "data.path=a=b.jsonl"], "Quote values with other letters twice"),
+        (["data=mixture", "data.sources=[{path: a.jsonl, wieght: 1}]"], "data.sources: unknown key 'wieght'"),
+        (["data=mixture", "data.sources=[]"], "give data.path, data.sources or data.domains"),
+        (["distill.server.url=http://a:port/v1"], "distill.server.url is no address"),
+        (["distill.temperatures=[.nan]"], "distill.temperatures"),
+        (["fit.lr=nan"], "fit.lr"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path, overrides, message):
@@ -153,6 +164,19 @@ def test_the_whole_pipeline_and_a_second_run(tmp_path, target_folder):
     redone = run(*command(out, target_folder, "fit.lr=0.005", "redo=[fit]"))
     assert redone.returncode == 0, redone.stderr
     assert redone.stdout.count("finished before, reused") == 2
+
+
+def test_a_run_in_use_and_files_of_ones_own_are_left_alone(tmp_path, target_folder):
+    out = tmp_path / "run"
+    with claim(out):
+        done = run(*command(out, target_folder, "stages=[prepare]"))
+    assert done.returncode == 1
+    assert "is in use by another process" in done.stderr
+    (out / "prepare").mkdir()
+    (out / "prepare/thesis.tex").touch()
+    done = run(*command(out, target_folder, "stages=[prepare]"))
+    assert "holds files that no run made" in done.stderr
+    assert (out / "prepare/thesis.tex").is_file()
 
 
 @pytest.mark.parametrize("stage", ["distill", "fit", "evaluate"])
