@@ -8,6 +8,8 @@ from tiny import tiny_model, tiny_tokenizer
 from specdec import Target, TreeConfig
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import EagleConfig, create
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.medusa import create as create_medusa
 from specdec.drafters.ngram import Ngram
 from specdec.drafters.none import Plain
 
@@ -28,6 +30,19 @@ def eagle(target, tree, seed=0):
     return drafter.to(target.model.dtype)
 
 
+def medusa(target, tree, seed=0):
+    """Heads that differ, so that a wrong one shows."""
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    config = MedusaConfig(draft_vocab_size=min(200, target.vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    drafter = create_medusa(config, target, counts, generator)
+    with torch.no_grad():
+        for parameter in drafter.blocks.parameters():
+            parameter.normal_(0, 0.05, generator=generator)
+    drafter.tree = tree
+    return drafter.to(target.model.dtype)
+
+
 def draft_model(target, tree, seed=0):
     """A random model of its own, with a vocabulary padded to another size."""
     window = target.window - 4  # outgrown before the target is
@@ -41,7 +56,7 @@ def itself(target, tree, seed=0):  # noqa: ARG001
     return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
 
 
-MAKERS = {"eagle": eagle, "draft_model": draft_model, "itself": itself}
+MAKERS = {"eagle": eagle, "medusa": medusa, "draft_model": draft_model, "itself": itself}
 # kind-tree -> maker(target, seed)
 DRAFTERS = {
     f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
@@ -51,4 +66,4 @@ DRAFTERS = {
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }
-COVERED = {"eagle", "draft_model", "ngram", "none"}
+COVERED = {"eagle", "medusa", "draft_model", "ngram", "none"}

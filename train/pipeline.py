@@ -145,6 +145,10 @@ def evaluate(run: Run) -> None:
 
 def export(run: Run) -> None:
     fitted = run.need("fit")
+    if run.config.kind != eagle3.KIND:
+        place = fitted.folder / fitted.counts["checkpoint"]
+        say(f"export    no layout for drafters of kind {run.config.kind} yet; open_drafter() opens {place}")
+        return
     stage = run.open("export")
     if not run.skip(stage):
         drafter, counts = run.drafter(fitted, torch.float32), {}

@@ -22,6 +22,8 @@ from specdec.errors import UserError
 from specdec.layers import grouped
 from specdec.target import Target
 
+KIND = "eagle"
+"""The drafters this layout takes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER = {
     "hidden_norm": "hidden_norm",

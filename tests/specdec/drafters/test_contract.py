@@ -7,7 +7,6 @@ from tiny import EOS, family_model, tiny_model
 
 from specdec import Limits, Sampling, Target, UserError, generate, stream
 from specdec.drafter import drafter_module, kinds, open_drafter, save_drafter
-from specdec.drafters.eagle import config_of
 from specdec.drafters.none import Plain
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3]]
@@ -133,10 +132,10 @@ def test_the_worst_drafter_there_is_changes_nothing(target, tree):
     assert all(g.accepted_length == 1.0 for g in out)
 
 
-@pytest.mark.parametrize("name", ["eagle-chain", "eagle-dynamic"])
+@pytest.mark.parametrize("name", ["eagle-chain", "eagle-dynamic", "medusa-chain", "medusa-dynamic"])
 def test_saved_and_opened_is_the_same_drafter(target, name, tmp_path):
-    drafter = DRAFTERS[name](target)
-    save_drafter(drafter, "eagle", config_of(drafter), tmp_path)
+    drafter, kind = DRAFTERS[name](target), name.partition("-")[0]
+    save_drafter(drafter, kind, drafter_module(kind).config_of(drafter), tmp_path)
     again = open_drafter(tmp_path, target)
     assert again.tree == drafter.tree
     for key, tensor in drafter.state_dict().items():
