@@ -9,6 +9,7 @@ from tiny import tiny_model
 
 from specdec import Limits, Sampling, Target, generate
 from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.medusa import MedusaConfig
 
 VOCAB, LENGTH, ROWS = 6, 3, 6000
 PROMPT = [3, 4]
@@ -36,7 +37,8 @@ def law(target, sampling):
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}])
 def test_texts_have_their_exact_probabilities(small, monkeypatch, name, temperature, cut):
-    monkeypatch.setattr(EagleConfig, "__post_init__", lambda _: None)  # a vocabulary this small is for tests only
+    for config in (EagleConfig, MedusaConfig):
+        monkeypatch.setattr(config, "__post_init__", lambda _: None)  # a vocabulary this small is for tests only
     sampling = Sampling(temperature, **cut)
     drafter = DRAFTERS[name](small)
     generator = torch.Generator().manual_seed(17)
