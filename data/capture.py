@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.artifact import MANIFEST, Stage, write_by
-from data.texts import FEATURES, Stored, Text
+from data.texts import FEATURES, Stored, Text, shard_path
 from specdec.errors import UserError, nearest
 from specdec.target import Tap, Target
 
@@ -176,10 +176,6 @@ def attach(texts: Sequence[Text], folder: Path) -> list[Text]:
             out.append(replace(text, features=Stored(path, at, at + length)) if length else text)
             at += length
     return out + list(texts[len(out) :])
-
-
-def shard_path(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"
 
 
 def digest(text: Text) -> Tensor:

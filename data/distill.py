@@ -21,7 +21,7 @@ from data.artifact import Stage, write_text
 from data.audit import Shares
 from data.rows import Row
 from data.server import ServerConfig
-from data.texts import Text, metadata_of, read_texts, write_texts
+from data.texts import Text, metadata_of, read_texts, shard_path, write_texts
 from data.walk import Walk
 from data.writer import Request, Writer
 from specdec.errors import UserError, nearest
@@ -113,10 +113,6 @@ def distill(
         if config.max_tokens is not None and totals["answer_tokens"] >= config.max_tokens:
             break
     finish(stage, {"conversations": finished, **totals, "writer": writer.name})
-
-
-def shard_path(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"
 
 
 def _noted(path: Path, writer: str) -> Counter[str]:

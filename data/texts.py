@@ -85,6 +85,11 @@ def write_texts(path: Path, texts: Sequence[Text], metadata: Mapping[str, str]) 
     write_by(path, lambda temporary: save_file(tensors, temporary, metadata={**metadata, **names}))
 
 
+def shard_path(folder: Path, number: int) -> Path:
+    """Where a folder keeps its shard of that number."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
 def read_texts(folder: Path) -> list[Text]:
     """All texts of a folder of shards, in a fixed order."""
     return [text for path in sorted(folder.glob("shard-*.safetensors")) for text in read_shard(path)]
