@@ -34,7 +34,7 @@ def law(target, sampling):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}])
 def test_texts_have_their_exact_probabilities(small, monkeypatch, name, temperature, cut):
     for config in (EagleConfig, MedusaConfig):
