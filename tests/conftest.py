@@ -29,3 +29,11 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Medusa's laws do not depend on the path, so two of its trees can wait for `make test-slow`."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.name.endswith(("medusa-static]", "medusa-drawn]")):
+            item.add_marker(pytest.mark.slow)

@@ -62,8 +62,6 @@ DRAFTERS = {
     f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
     for kind, make in MAKERS.items()
     for name, tree in TREES.items()
-    # Medusa's laws do not depend on the path, so a plain static tree shows nothing that a drawn one does not.
-    if (kind, name) not in {("medusa", "static"), ("medusa", "drawn")}
 } | {
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
