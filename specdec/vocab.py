@@ -26,3 +26,10 @@ def choose_vocab(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     weight = counts.double().clone()
     weight[required] = torch.inf
     return weight.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def places(ids: Tensor, vocab_size: int) -> Tensor:
+    """Where each token lies in a draft vocabulary, -1 for those outside: ids [Vd] -> [V]."""
+    place = torch.full((vocab_size,), -1, device=ids.device)
+    place[ids] = torch.arange(len(ids), device=ids.device)
+    return place

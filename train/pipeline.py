@@ -75,7 +75,8 @@ def fit(run: Run) -> None:
     generator = torch.Generator().manual_seed(config.seed)
     module = drafter_module(config.kind)
     counts = count_tokens(texts, target.vocab_size)
-    drafter = module.create(config.model, target, ranking(texts, counts, target.vocab_size), generator)
+    ranked, some = ranking(texts, counts, target.vocab_size), [text.tokens for text in texts[:16]]
+    drafter = module.create(config.model, target, ranked, generator, some)
     covered = coverage(module.vocabulary(drafter), counts)
     drafter.tree = config.tree
     if target.fast_mode != "off":

@@ -8,7 +8,7 @@ norm, normed feedback). Training is train/objectives/eagle.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -242,10 +242,17 @@ def taps_for(config: EagleConfig, target: Target) -> tuple[Tap, ...]:
     return tuple(shape_for(config, target).taps)
 
 
-def create(config: EagleConfig, target: Target, counts: Tensor, generator: torch.Generator) -> Eagle:
+def create(
+    config: EagleConfig,
+    target: Target,
+    counts: Tensor,
+    generator: torch.Generator,
+    texts: Sequence[Tensor] = (),  # noqa: ARG001
+) -> Eagle:
     """A new drafter: output matrix and final norm from the target, the last tap passed through, the rest random.
 
     counts [V]: how often each token occurs in the training texts; the draft vocabulary is the most frequent of them.
+    texts: a few of them, ids [T], for a drafter whose beginning is measured.
     """
     draft_ids = choose_vocab(counts, config.draft_vocab_size, target.special_tokens)
     drafter = Eagle(shape_for(config, target), target.embedding)

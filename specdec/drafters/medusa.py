@@ -8,6 +8,7 @@ train/objectives/medusa.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -145,10 +146,17 @@ def taps_for(config: MedusaConfig, target: Target) -> tuple[Tap, ...]:  # noqa: 
     return ()
 
 
-def create(config: MedusaConfig, target: Target, counts: Tensor, generator: torch.Generator) -> Medusa:  # noqa: ARG001
+def create(
+    config: MedusaConfig,
+    target: Target,
+    counts: Tensor,
+    generator: torch.Generator,  # noqa: ARG001
+    texts: Sequence[Tensor] = (),  # noqa: ARG001
+) -> Medusa:
     """New heads that all say what the target's own head says: blocks zero, output matrices the target's.
 
     counts [V]: how often each token occurs in the training texts; the draft vocabulary is the most frequent of them.
+    texts: a few of them, ids [T], for a drafter whose beginning is measured.
     """
     if config.draft_vocab_size > target.vocab_size:
         raise UserError(

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from data.batches import Batch
 from specdec import fast
-from specdec.align import Slots, align, any_packed, positions_within, visible_within
+from specdec.align import align, any_packed, positions_within, visible_within
 from specdec.drafters.eagle import Eagle
 from specdec.errors import UserError
 from specdec.layers import grouped
 from specdec.target import Target
-from train.losses import Total, head_loss, loss_named
+from specdec.vocab import places
+from train.horizons import Step, known_weighting, step_of, steps_loss
+from train.losses import Total, loss_named
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class EagleObjectiveConfig:
     decay: float = 0.8
     """Step s weighs decay ** s."""
     loss: str = "lk_hybrid"
-    """kl, tv or lk_hybrid."""
+    """A loss of train/losses.py or a sum of some, e.g. kl, lk_hybrid, 0.1*ce+0.9*tv."""
+    weighting: str = "decay"
+    """accepted: rows also weigh what their acceptance adds to the accepted length."""
     teacher_power: float = 2.0
     """The teacher's probabilities are raised to this power and normalised: above 1 favours greedy serving."""
     supervise_prompt: bool = False
@@ -41,6 +45,7 @@ class EagleObjectiveConfig:
 
     def __post_init__(self) -> None:
         loss_named(self.loss)
+        known_weighting(self.weighting)
         if self.unroll < 1:
             raise UserError(f"drafter.objective.unroll must be 1 or more, got {self.unroll}")
 
@@ -82,59 +87,46 @@ class UnrolledAttention:
 
 
 class EagleObjective:
-    """(drafter, batch) -> {'loss': Total, 'accept_s': Total, …}: accept_s is the top-1 agreement at step s."""
+    """(drafter, batch) -> {'loss': Total, …} and what train/horizons.py measures."""
 
     def __init__(self, config: EagleObjectiveConfig, drafter: Eagle, target: Target) -> None:
         self.config = config
         self.loss = loss_named(config.loss)
         self.teacher_head = target.head_rows(drafter.draft_ids).detach()
-        self.in_vocab = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
-        self.in_vocab[drafter.draft_ids] = True
+        self.place = places(drafter.draft_ids, target.vocab_size)
         self.horizon = 2
 
     def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]:
         assert isinstance(drafter, Eagle)
         own, final = batch.features[:, :, :-1], batch.features[:, :, -1]
-        rows, slots = self._unroll(drafter, batch, own, final)
-        final = torch.cat([slot.teacher[slot.scored] for slot in slots])
-        counts = [len(row) for row in rows]
-        shares = [self.config.decay**step for step in range(len(rows))]
-        weights = torch.cat([final.new_full((n,), share) for n, share in zip(counts, shares, strict=True)])
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        loss, agree = head_loss(
-            torch.cat(rows), drafter.lm_head.weight, weights, lambda piece: self._teacher(final[piece]), self.loss
-        )
-        weight = torch.tensor(sum(n * share for n, share in zip(counts, shares, strict=True)), dtype=torch.float64)
-        totals = {"loss": Total(loss, weight.to(loss.device))}
-        for step, right in enumerate(agree.split(counts)):
-            count = torch.tensor(len(right), dtype=torch.float64, device=loss.device)
-            totals[f"accept_{step + 1}"] = Total(right.sum().to(weights.dtype), count)
-        return totals
+        steps = self._unroll(drafter, batch, own, final)
+        return steps_loss([(steps, drafter.lm_head.weight)], self._teacher, self.loss, self.config.weighting)
 
-    def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> tuple[list[Tensor], list[Slots]]:
+    def _unroll(self, drafter: Eagle, batch: Batch, own: Tensor, final: Tensor) -> list[Step]:
         if self.config.feature_noise:
             generator = torch.Generator(own.device).manual_seed(batch.number)
             noise = torch.randn(own.shape, dtype=own.dtype, device=own.device, generator=generator)
             own = own + noise * own.std(-1, keepdim=True) * self.config.feature_noise
-        steps = []
+        slots, taught = [], []
         for step in range(self.config.unroll):
             slot = align(batch.tokens, batch.loss_mask, batch.documents, final, self.horizon + step)
-            # A label the drafter cannot propose teaches it nothing (EAGLE-3 drops these rows as well).
-            steps.append(Slots(slot.inputs, slot.labels, slot.teacher, slot.scored & self.in_vocab[slot.labels]))
-        used = scored_slots(steps)
+            slots.append(slot)
+            taught.append(slot.scored & (self.place[slot.labels] >= 0))
+        used = used_slots(taught)
         position = positions_within(batch.documents)
         attend = UnrolledAttention(used, visible_within(batch.documents) if any_packed(batch.documents) else None)
-        normed, hidden = drafter.step(steps[0].inputs, drafter.fuse(own), position, attend)
-        rows = [normed[steps[0].scored]]
+        normed, hidden = drafter.step(slots[0].inputs, drafter.fuse(own), position, attend)
+        steps = [step_of(normed[taught[0]], slots[0], taught[0], self.place, 1.0)]
         hidden = hidden.gather(1, used[..., None].expand(-1, -1, hidden.shape[2]))
         for step in range(1, self.config.unroll):
-            inputs, scored = steps[step].inputs.gather(1, used), steps[step].scored
+            inputs = slots[step].inputs.gather(1, used)
             normed, hidden = drafter.step(inputs, hidden, position.gather(1, used) + step, attend)
-            rows.append(_scatter(normed, used, scored.shape[1])[scored])
-        return rows, steps
+            rows = _scatter(normed, used, taught[step].shape[1])[taught[step]]
+            steps.append(step_of(rows, slots[step], taught[step], self.place, self.config.decay**step))
+        return steps
 
     @torch.no_grad()
-    def _teacher(self, final: Tensor) -> Tensor:
+    def _teacher(self, final: Tensor, _: Tensor) -> Tensor:
         """Target distribution over the draft vocabulary, normalised there and sharpened: [n, D] -> [n, Vd]."""
         logits = fast.product(final, self.teacher_head)
         return (self.config.teacher_power * logits.to(torch.promote_types(logits.dtype, torch.float32))).softmax(-1)
@@ -143,9 +135,9 @@ class EagleObjective:
 Config, Objective = EagleObjectiveConfig, EagleObjective  # the names the pipeline looks for
 
 
-def scored_slots(steps: list[Slots]) -> Tensor:
-    """[B, M]: slots that are scored at any step, ascending; shorter rows repeat slots that are not."""
-    used = torch.stack([step.scored for step in steps]).any(0)
+def used_slots(taught: list[Tensor]) -> Tensor:
+    """[B, M]: slots that are taught at any step, ascending; shorter rows repeat slots that are not."""
+    used = torch.stack(taught).any(0)
     width = max(1, int(used.sum(1).max()))
     return used.int().argsort(dim=1, descending=True, stable=True)[:, :width]
 

@@ -28,12 +28,11 @@ def test_unrolled_training_equals_the_decoders_steps(target, fc_norm, norm_outpu
     features = target.features(tokens, (*drafter.taps, "final")).clone()
     batch = Batch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), features)
     objective = EagleObjective(EagleObjectiveConfig(unroll=3), drafter, target)
-    rows, slots = objective._unroll(drafter, batch, features[:, :, :-1], features[:, :, -1])
+    steps = objective._unroll(drafter, batch, features[:, :, :-1], features[:, :, -1])
     slot = 6
     trained = []
-    for row, step in zip(rows, slots, strict=True):
-        scored = step.scored[0].nonzero()[:, 0].tolist()
-        trained.append(row[scored.index(slot)])
+    for step in steps:
+        trained.append(step.rows[step.taught[0].nonzero()[:, 0].tolist().index(slot)])
     # The decoder: true features up to the slot, then its own, fed the same tokens.
     drafter.reset(1, 32)
     position = torch.arange(slot + 1)[None]

@@ -14,7 +14,7 @@ from specdec import Limits, Target, TreeConfig, generate
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.none import Plain
 from train.objectives import eagle
-from train.objectives.eagle import EagleObjective, EagleObjectiveConfig, scored_slots
+from train.objectives.eagle import EagleObjective, EagleObjectiveConfig, used_slots
 from train.optim import Optimizers
 
 PROMPT = [5, 60, 7, 81, 9]
@@ -85,7 +85,9 @@ def test_only_masked_tokens_of_the_draft_vocabulary_count(target):
     mask = torch.tensor([[False, False, True, True, True, False]])
     features = target.features(tokens, (*drafter.taps, "final")).clone()
     totals = objective(drafter, Batch(tokens, mask, torch.zeros_like(tokens), features))
-    assert float(totals["accept_1"].count) == 2
+    assert float(totals["loss"].count) == 2
+    assert float(totals["accept_1"].count) == 3, "what cannot be proposed is wrong"
+    assert (float(totals["coverage"].sum), float(totals["coverage"].count)) == (2, 3)
 
 
 def test_later_steps_reach_the_first_ones_weights(target):
@@ -95,24 +97,24 @@ def test_later_steps_reach_the_first_ones_weights(target):
     mask = torch.tensor([[False, False, False, True]])
     features = target.features(tokens, (*drafter.taps, "final")).clone()
     batch = Batch(tokens, mask, torch.zeros_like(tokens), features)
-    rows, slots = objective._unroll(drafter, batch, features[:, :, :-1], features[:, :, -1])
-    assert slots[1].scored.sum() == 1
-    rows[1].sum().backward()
+    steps = objective._unroll(drafter, batch, features[:, :, :-1], features[:, :, -1])
+    assert steps[1].scored.sum() == 1
+    steps[1].rows.sum().backward()
     assert float(drafter.fc.weight.grad.abs().sum()) > 0
 
 
-def test_scored_slots_keeps_order(target):
+def test_used_slots_keeps_order(target):
     drafter, objective = objective_for(target)
     tokens = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(tokens).bool()
     mask[0, 8:], mask[1, 4:] = True, True
     features = target.features(tokens, (*drafter.taps, "final")).clone()
-    _, slots = objective._unroll(
+    steps = objective._unroll(
         drafter, Batch(tokens, mask, torch.zeros_like(tokens), features), features[:, :, :-1], features[:, :, -1]
     )
-    used = scored_slots(slots)
+    used = used_slots([step.taught for step in steps])
     for row in range(2):
-        want = torch.stack([s.scored for s in slots]).any(0)[row].nonzero()[:, 0].tolist()
+        want = torch.stack([step.taught for step in steps]).any(0)[row].nonzero()[:, 0].tolist()
         assert used[row, : len(want)].tolist() == want
 
 
@@ -234,6 +236,7 @@ def test_each_supervised_span_counts_and_nothing_else():
     totals = objective(drafter, batch)
     counts = [float(totals[f"accept_{step}"].count) for step in (1, 2, 3)]
     assert counts == [2 * (4 + 3), 2 * (3 + 3), 2 * (2 + 3)]
-    _, slots = objective._unroll(drafter, batch, batch.features[:, :, :-1], batch.features[:, :, -1])
-    for step in slots:
-        assert set(step.labels[step.scored].tolist()) <= set(tokens[2:6].tolist() + tokens[11:14].tolist())
+    steps = objective._unroll(drafter, batch, batch.features[:, :, :-1], batch.features[:, :, -1])
+    for step in steps:
+        labels = drafter.draft_ids[step.labels].tolist()
+        assert set(labels) <= set(tokens[2:6].tolist() + tokens[11:14].tolist())
