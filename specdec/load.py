@@ -18,6 +18,8 @@ from specdec.fast import MODES
 from specdec.source import resolve
 from specdec.target import Target
 
+TRAIN = ("frozen", "lora", "full")
+
 
 @dataclass(frozen=True)
 class TargetConfig:
@@ -36,11 +38,17 @@ class TargetConfig:
     small models; graph records and replays CUDA graphs (GPU only)."""
     cache: str = "runs/targets"
     """Where dequantised GGUF files and what was measured of packed weights are kept."""
+    train: str = "frozen"
+    """frozen; or a fit tunes the target too (train/joint.py): lora (low-rank adapters, merged at the end) or full."""
 
     def __post_init__(self) -> None:
         known = ("float64", "float32", "bfloat16", "float16")
         if self.dtype not in known:
             raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
+        if self.train not in TRAIN:
+            raise UserError(f"target.train: '{self.train}' is not one of {', '.join(TRAIN)}")
+        if self.train == "full" and self.dtype in known[2:]:
+            raise UserError(f"target.train=full changes the weights and needs target.dtype=float32, got {self.dtype}")
         if self.fast not in MODES:
             raise UserError(f"target.fast: '{self.fast}' is not one of {', '.join(MODES)}")
 

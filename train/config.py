@@ -28,8 +28,9 @@ from specdec.errors import UserError, nearest
 from specdec.export.eagle3 import DTYPES
 from specdec.load import TargetConfig
 from specdec.search import TreeConfig
+from train.fit_config import FitConfig
+from train.joint import JointConfig
 from train.log import LogConfig
-from train.loop import FitConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 NESTED: dict[str, tuple[str, Any]] = {
@@ -37,7 +38,7 @@ NESTED: dict[str, tuple[str, Any]] = {
     "ServerConfig": ("distill.server", ServerConfig),
 }
 STAGES = ("prepare", "distill", "capture", "fit", "evaluate", "export")
-GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "eval", "export", "log")
+GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "joint", "eval", "export", "log")
 T = TypeVar("T")
 
 
@@ -73,6 +74,8 @@ class TopConfig:
     """Stages to run."""
     redo: list[str] = field(default_factory=list)
     """Stages to make again, with those that depend on them."""
+    reuse: list[str] = field(default_factory=list)
+    """Other run folders: prepare, distill and capture are taken from there where they were made in the same way."""
     dry_run: bool = False
     """Only say what the data is and what would be trained on; nothing is written."""
 
@@ -88,6 +91,9 @@ class TopConfig:
             raise UserError(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if missing := [stage for stage in self.redo if stage not in self.stages]:
             raise UserError(f"redo: '{missing[0]}' is not among stages=[{','.join(self.stages)}]")
+        for other in self.reuse:
+            if not Path(other).is_dir():
+                raise UserError(f"reuse: there is no run folder {other}")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
             raise UserError(f"out: {self.out} is a file; give a folder")
 
@@ -100,6 +106,7 @@ class RunConfig:
     seed: int
     stages: list[str]
     redo: list[str]
+    reuse: list[str]
     dry_run: bool
     target: TargetConfig
     kind: str
@@ -110,6 +117,7 @@ class RunConfig:
     distill: DistillConfig
     capture: CaptureConfig
     fit: FitConfig
+    joint: JointConfig
     eval: EvalConfig
     export: ExportConfig
     log: LogConfig
@@ -164,6 +172,7 @@ def read(node: DictConfig) -> RunConfig:
         seed=top.seed,
         stages=top.stages,
         redo=top.redo,
+        reuse=top.reuse,
         dry_run=top.dry_run,
         target=target,
         kind=kind,
@@ -174,6 +183,7 @@ def read(node: DictConfig) -> RunConfig:
         distill=build(DistillConfig, node.distill, "distill"),
         capture=build(CaptureConfig, node.capture, "capture"),
         fit=build(FitConfig, node.fit, "fit"),
+        joint=build(JointConfig, node.joint, "joint"),
         eval=build(EvalConfig, node.eval, "eval"),
         export=build(ExportConfig, node.export, "export"),
         log=build(LogConfig, node.log, "log"),

@@ -9,7 +9,9 @@ from data.texts import Text
 from specdec import UserError
 from specdec.drafters.eagle import EagleConfig, config_of, create
 from train import checkpoint
-from train.loop import FitConfig, fit
+from train.fit_config import FitConfig
+from train.learner import Learner
+from train.loop import fit
 from train.objectives.eagle import EagleObjective, EagleObjectiveConfig
 
 
@@ -31,7 +33,7 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         model = EagleConfig(draft_vocab_size=200)
         drafter = create(model, self.target, counts, generator).double()
-        objective = EagleObjective(EagleObjectiveConfig(), drafter, self.target)
+        learner = Learner(drafter, EagleObjective(EagleObjectiveConfig(), drafter, self.target))
 
         def report(step, values):
             self.losses[step] = values["loss"]
@@ -40,11 +42,12 @@ class Bench:
 
         return fit(
             self.config,
-            drafter,
-            objective,
+            learner,
             lambda start: batches(self.texts, self.target, (2, 2, 2, "final"), 2, 0, False, start),
             steps,
-            lambda s, a, o: checkpoint.save(self.folder, s, "eagle", config_of(drafter), drafter, a, o),
+            lambda at, average, optimizer: checkpoint.save(
+                self.folder, at, "eagle", config_of(drafter), drafter, learner.parameters, average, optimizer
+            ),
             checkpoint.latest(self.folder),
             report,
             every=1,
@@ -95,7 +98,7 @@ def test_accumulated_batches_equal_one_large_one(target, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_with_the_step(target, tmp_path):
     bench = Bench(target, tmp_path, lr=1e30)
-    with pytest.raises(UserError, match=r"the loss is .* at step \d+; try a lower fit\.lr"):
+    with pytest.raises(UserError, match=r"step \d+, batch \d+: .*not taken\. Try a lower fit\.lr"):
         bench.run(9)
 
 
