@@ -167,6 +167,8 @@ def read(node: DictConfig) -> RunConfig:
     kind = str(node.drafter.kind)
     module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
+    if target.train != "frozen" and kind == "draft_model":
+        raise UserError(f"target.train={target.train} tunes the states a drafter reads, and a draft_model reads none")
     return RunConfig(
         out=Path(top.out or f"{top.root}/{target.name}-{kind}-{_name(data.labels)}"),
         seed=top.seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from data.draft_vocab import count_tokens, coverage, ranking
 from data.texts import read_texts
 from specdec import fast
 from specdec.drafter import drafter_module
+from specdec.errors import UserError
 from specdec.search import TreeConfig
 from train import checkpoint
 from train.checkpoint import Progress
@@ -82,6 +83,8 @@ def fit(run: Run) -> None:
         )
 
     judge = _Judge(run, learner, drafter, withheld) if withheld.prompts else None
+    if judge is None and isinstance(learner, Joint):
+        raise UserError("target.train needs texts of at least 4 prompts: some are withheld to see how far it goes")
     with bar("fit", steps, "step", before.step) as progress:
 
         def report(step: int, values: dict[str, float]) -> None:
@@ -97,7 +100,7 @@ def fit(run: Run) -> None:
 
         path = train_loop(config.fit, learner, make_batches, steps, save, resume, report, judge, config.log.every)
     made = _made(path, stage.folder, parameters, len(texts), steps)
-    if isinstance(learner, Joint):
+    if isinstance(learner, Joint) and judge is not None:
         made["quality"] = _keep_tuned(learner, path, judge, run)
     stage.finish({**made, "coverage": covered})
 
@@ -151,10 +154,10 @@ class _Judge:
         return Judgement(values, score, stop)
 
 
-def _keep_tuned(learner: Joint, path: Path, judge: _Judge | None, run: Run) -> dict[str, float]:
+def _keep_tuned(learner: Joint, path: Path, judge: _Judge, run: Run) -> dict[str, float]:
     """Write the tuned target beside its drafter, as a folder any tool opens; returns how far it went."""
     checkpoint.load_averaged(path, learner.parameters)
-    quality: Mapping[str, float] = learner.quality(judge.batches) if judge is not None else {}
+    quality = learner.quality(judge.batches)
     learner.finish()
     folder, working = path / TUNED, path / f".{TUNED}.partial"
     shutil.rmtree(working, ignore_errors=True)
@@ -165,7 +168,7 @@ def _keep_tuned(learner: Joint, path: Path, judge: _Judge | None, run: Run) -> d
     working.rename(folder)
     run.forget_target()
     say(f"          the tuned target is in {folder}")
-    return dict(quality)
+    return quality
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -22,7 +22,7 @@ from specdec.export import eagle3
 from specdec.source import locate
 from train import data_stages, fit_stage
 from train.config import STAGES, RunConfig
-from train.facts import run_facts
+from train.facts import lossless_against, run_facts
 from train.log import bar, say
 from train.run import Run
 
@@ -80,6 +80,8 @@ def evaluate(run: Run) -> None:
     report = json.loads((stage.folder / "report.json").read_text())
     write_text(config.out / "report.md", (stage.folder / "report.md").read_text())
     say(f"\n{as_text(table(report))}\n\n{verdict(report)}\n")
+    if config.target.train != "frozen":
+        say(f"Lossless against {lossless_against(config, fitted.counts)}.\n")
 
 
 def export(run: Run) -> None:
