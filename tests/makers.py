@@ -16,8 +16,9 @@ from specdec.drafters.none import Plain
 TREES = {
     "chain": TreeConfig(depth=4),
     "drawn": TreeConfig(depth=3, draw=True),
-    "static": TreeConfig(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
-    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [1], [0, 0], [0, 0, 0], [0, 0, 1], [1, 0]]),
+    # Not level by level: the order of the nodes is that of the paths.
+    "static": TreeConfig(kind="static", paths=[[0], [0, 0], [1], [0, 0, 0], [1, 0], [2], [0, 0, 1], [0, 1]]),
+    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [0, 0], [0, 0, 0], [1], [0, 0, 1], [1, 0]]),
     "dynamic": TreeConfig(kind="dynamic", depth=3, width=3, nodes=9),
 }
 
