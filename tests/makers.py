@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Target, TreeConfig
@@ -68,3 +69,18 @@ DRAFTERS = {
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }
 COVERED = {"eagle", "medusa", "draft_model", "ngram", "none"}
+
+
+@st.composite
+def paths(draw, children=4, depth=4):
+    """A static tree's paths: parents before children, anything else as it comes."""
+    found = []
+    for _ in range(draw(st.integers(1, 10))):
+        free = [
+            (*parent, rank)
+            for parent in [(), *found]
+            for rank in range(children)
+            if len(parent) < depth and (*parent, rank) not in found
+        ]
+        found.append(draw(st.sampled_from(free)))
+    return [list(path) for path in found]
