@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Target, TreeConfig
@@ -16,8 +17,9 @@ from specdec.drafters.none import Plain
 TREES = {
     "chain": TreeConfig(depth=4),
     "drawn": TreeConfig(depth=3, draw=True),
-    "static": TreeConfig(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
-    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [1], [0, 0], [0, 0, 0], [0, 0, 1], [1, 0]]),
+    # Not level by level: the order of the nodes is that of the paths.
+    "static": TreeConfig(kind="static", paths=[[0], [0, 0], [1], [0, 0, 0], [1, 0], [2], [0, 0, 1], [0, 1]]),
+    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [0, 0], [0, 0, 0], [1], [0, 0, 1], [1, 0]]),
     "dynamic": TreeConfig(kind="dynamic", depth=3, width=3, nodes=9),
 }
 
@@ -67,3 +69,18 @@ DRAFTERS = {
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }
 COVERED = {"eagle", "medusa", "draft_model", "ngram", "none"}
+
+
+@st.composite
+def paths(draw, children=4, depth=4):
+    """A static tree's paths: parents before children, anything else as it comes."""
+    found = []
+    for _ in range(draw(st.integers(1, 10))):
+        free = [
+            (*parent, rank)
+            for parent in [(), *found]
+            for rank in range(children)
+            if len(parent) < depth and (*parent, rank) not in found
+        ]
+        found.append(draw(st.sampled_from(free)))
+    return [list(path) for path in found]
