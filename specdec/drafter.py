@@ -94,7 +94,12 @@ def save_drafter(
     state = drafter.state_dict() if state is None else state
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps({"kind": kind, **config}, indent=2) + "\n")
+    (folder / CONFIG).write_text(described(kind, config))
+
+
+def described(kind: str, config: Mapping[str, Any]) -> str:
+    """The text of config.json."""
+    return json.dumps({"kind": kind, **config}, indent=2) + "\n"
 
 
 def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Any:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from data.artifact import write_text
 from data.batches import Batch, batches, batches_per_epoch
 from data.capture import attach
 from data.draft_vocab import count_tokens, coverage, ranking
 from data.texts import read_texts
+from eval.ranks import measured_tree
 from specdec import fast
-from specdec.drafter import drafter_module
+from specdec.drafter import CONFIG, described, drafter_module
 from specdec.errors import UserError
 from specdec.search import TreeConfig
 from train import checkpoint
@@ -28,8 +30,10 @@ from train.loop import Judgement
 from train.loop import fit as train_loop
 from train.optim import Average, Optimizers
 from train.run import TUNED, Run
-from train.validation import Withheld, decoded, teacher_forced, withhold
+from train.validation import Withheld, decoded, prompt_of, teacher_forced, withhold
 
+MEASURED_TOKENS = 128
+"""Answers from which a static tree is measured are at most so long."""
 SHOWN = ("loss", "tau", "eval/tau", "kl_original")
 
 
@@ -46,7 +50,7 @@ def fit(run: Run) -> None:
     if config.capture.enabled:
         texts = attach(texts, run.need("capture").folder)
     withheld = Withheld(texts, [], [])
-    if config.fit.eval_steps is not None or joint:
+    if config.fit.eval_steps is not None or joint or config.tree.unmeasured:
         withheld = withhold(texts, config.fit.eval_prompts, config.seed)
         texts = withheld.texts
     batch_size, pack = config.fit.batch_size, config.fit.pack_tokens
@@ -100,6 +104,14 @@ def fit(run: Run) -> None:
 
         path = train_loop(config.fit, learner, make_batches, steps, save, resume, report, judge, config.log.every)
     made = _made(path, stage.folder, parameters, len(texts), steps)
+    checkpoint.load_averaged(path, learner.parameters)
+    if config.tree.unmeasured:
+        # With very few prompts none could be withheld; better a tree from what was trained on than none.
+        prompts = withheld.prompts or [list(prompt_of(text)) for text in texts]
+        drafter.tree, _ = measured_tree(target, drafter, prompts, config.tree, MEASURED_TOKENS)
+        write_text(path / CONFIG, described(config.kind, module.config_of(drafter)))
+        made["tree"] = drafter.tree.paths
+        say(f"          static tree measured on {len(prompts)} prompts: {_shape(drafter.tree)}")
     if isinstance(learner, Joint) and judge is not None:
         made["quality"] = _keep_tuned(learner, path, judge, run)
     stage.finish({**made, "coverage": covered})
@@ -154,9 +166,13 @@ class _Judge:
         return Judgement(values, score, stop)
 
 
+def _shape(tree: TreeConfig) -> str:
+    per_level = [sum(len(path) == depth for path in tree.paths) for depth in range(1, tree.longest + 1)]
+    return f"{tree.most_nodes} nodes, {' + '.join(map(str, per_level))} below the root"
+
+
 def _keep_tuned(learner: Joint, path: Path, judge: _Judge, run: Run) -> dict[str, float]:
     """Write the tuned target beside its drafter, as a folder any tool opens; returns how far it went."""
-    checkpoint.load_averaged(path, learner.parameters)
     quality = learner.quality(judge.batches)
     learner.finish()
     folder, working = path / TUNED, path / f".{TUNED}.partial"

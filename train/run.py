@@ -191,7 +191,9 @@ class Run:
 
     def drafter(self, fitted: Stage, dtype: torch.dtype | None = None) -> Any:
         drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.deployed(fitted), dtype)
-        drafter.tree = self.config.tree
+        # A tree measured by the fit stays, where it is of the kind asked for.
+        if not self.config.tree.unmeasured or replace(drafter.tree, paths=[]) != self.config.tree:
+            drafter.tree = self.config.tree
         return drafter
 
     def own_domains(self) -> list[str]:
