@@ -9,6 +9,8 @@ from tiny import tiny_model, tiny_tokenizer
 from specdec import Target, TreeConfig
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import EagleConfig, create
+from specdec.drafters.hydra import HydraConfig
+from specdec.drafters.hydra import create as create_hydra
 from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.medusa import create as create_medusa
 from specdec.drafters.ngram import Ngram
@@ -24,10 +26,15 @@ TREES = {
 }
 
 
+def sized(config, target):
+    """With a draft vocabulary of 200 tokens, or of all there are, which may be too few outside tests."""
+    object.__setattr__(config, "draft_vocab_size", min(200, target.vocab_size))
+    return config
+
+
 def eagle(target, tree, seed=0):
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    size = min(200, target.vocab_size)
-    drafter = create(EagleConfig(draft_vocab_size=size), target, counts, torch.Generator().manual_seed(seed))
+    drafter = create(sized(EagleConfig(), target), target, counts, torch.Generator().manual_seed(seed))
     drafter.tree = tree
     return drafter.to(target.model.dtype)
 
@@ -35,12 +42,23 @@ def eagle(target, tree, seed=0):
 def medusa(target, tree, seed=0):
     """Heads that differ, so that a wrong one shows."""
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    config = MedusaConfig(draft_vocab_size=min(200, target.vocab_size))
     generator = torch.Generator().manual_seed(seed)
-    drafter = create_medusa(config, target, counts, generator)
+    drafter = create_medusa(sized(MedusaConfig(), target), target, counts, generator)
     with torch.no_grad():
         for parameter in drafter.blocks.parameters():
             parameter.normal_(0, 0.05, generator=generator)
+    drafter.tree = tree
+    return drafter.to(target.model.dtype)
+
+
+def hydra(target, tree, seed=0):
+    """Heads that differ and heed the tokens they follow."""
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    generator = torch.Generator().manual_seed(seed)
+    drafter = create_hydra(sized(HydraConfig(), target), target, counts, generator)
+    with torch.no_grad():
+        for parameter in [*drafter.mix.parameters(), *drafter.blocks.parameters()]:
+            parameter.add_(torch.empty_like(parameter).normal_(0, 0.05, generator=generator))
     drafter.tree = tree
     return drafter.to(target.model.dtype)
 
@@ -58,7 +76,7 @@ def itself(target, tree, seed=0):  # noqa: ARG001
     return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
 
 
-MAKERS = {"eagle": eagle, "medusa": medusa, "draft_model": draft_model, "itself": itself}
+MAKERS = {"eagle": eagle, "medusa": medusa, "hydra": hydra, "draft_model": draft_model, "itself": itself}
 # kind-tree -> maker(target, seed)
 DRAFTERS = {
     f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
@@ -68,7 +86,7 @@ DRAFTERS = {
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }
-COVERED = {"eagle", "medusa", "draft_model", "ngram", "none"}
+COVERED = {"eagle", "medusa", "hydra", "draft_model", "ngram", "none"}
 
 
 @st.composite
