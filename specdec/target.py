@@ -217,17 +217,19 @@ class Target(Facts):
         for layer in cast("list[LayerSlots]", self._cache.layers):
             layer.select(rows)
 
-    @torch.inference_mode()
-    def features(self, tokens: Tensor, taps: tuple[Tap, ...], documents: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens: Tensor, taps: tuple[Tap, ...], documents: Tensor | None = None, *, gradients: bool = False
+    ) -> Tensor:
         """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D].
 
         documents [B, T]: which text a position belongs to (negative: padding), where rows hold several; each is read
-        as if it were alone.
+        as if it were alone. gradients: the way to the model's weights is kept.
         """
         held, self.taps = self.taps, taps
         documents = torch.zeros_like(tokens) if documents is None else documents
         position, mask = positions_within(documents), visible_within(documents)
-        _, features = self._forward(tokens, position, mask, cached=False)
+        with torch.inference_mode(not gradients):
+            _, features = self._forward(tokens, position, mask, cached=False)
         self.taps = held
         return cast(Tensor, features)
 

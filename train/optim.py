@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 KINDS = ("muon", "adamw")
 BETAS = (0.9, 0.95)  # as EAGLE trains
+TABLES = ("lm_head", "embed", "wte")  # names that output and input matrices have
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -16,12 +17,17 @@ class Optimizers:
     """Muon for the hidden matrices and AdamW for the rest, or AdamW for all.
 
     Muon (orthogonalised momentum; Jordan et al. 2024, Liu et al. 2502.16982 for the scale that lets both share one
-    learning rate) learns about twice as much from the same tokens as AdamW here. Output matrices stay with AdamW.
+    learning rate) learns about twice as much from the same tokens as AdamW here. Output and input matrices stay with
+    AdamW.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], kind: str, lr: float, weight_decay: float) -> None:
         self.lr = lr
-        matrices = {n: p for n, p in parameters.items() if kind == "muon" and p.dim() == 2 and "lm_head" not in n}
+        matrices = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if kind == "muon" and parameter.dim() == 2 and not any(table in name for table in TABLES)
+        }
         rest = [p for n, p in parameters.items() if n not in matrices]
         groups = [
             {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
