@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from specdec.errors import UserError
@@ -60,7 +60,7 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loading(config):
+    with _loading("target.source", config.source):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if config.fast == "graph" and not device.startswith("cuda"):
@@ -85,7 +85,7 @@ class TextSide:
 def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> TextSide:
     """The tokenizer and the sizes of a target, without its weights. Raises UserError as load_target() does."""
     folder = resolve(config.source, Path(config.cache), say)
-    with _loading(config):
+    with _loading("target.source", config.source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         settings = AutoConfig.from_pretrained(folder)
         try:
@@ -95,13 +95,24 @@ def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> 
     return TextSide(config.name, tokenizer, window_of(settings), stop_tokens(generation, tokenizer))
 
 
+def load_model(source: str, key: str, dtype: torch.dtype, cache: Path) -> tuple[PreTrainedModel, Any]:
+    """Another model and its tokenizer, on the CPU. Raises UserError as load_target() does, naming `key`."""
+    try:
+        folder = resolve(source, cache, print)
+    except UserError as error:
+        raise UserError(str(error).replace("target.source", key)) from error
+    logging.disable_progress_bar()
+    with _loading(key, source):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
 @contextlib.contextmanager
-def _loading(config: TargetConfig) -> Iterator[None]:
+def _loading(key: str, source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"target.source: cannot load '{config.source}': {first} "
+            f"{key}: cannot load '{source}': {first} "
             "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
         ) from error

@@ -228,7 +228,7 @@ class Target(Facts):
         held, self.taps = self.taps, taps
         documents = torch.zeros_like(tokens) if documents is None else documents
         position, mask = positions_within(documents), visible_within(documents)
-        with contextlib.nullcontext() if gradients else torch.inference_mode():
+        with torch.inference_mode(not gradients):
             _, features = self._forward(tokens, position, mask, cached=False)
         self.taps = held
         return cast(Tensor, features)

@@ -12,14 +12,16 @@ KINDS = ("muon", "adamw")
 SCHEDULES = ("cosine", "linear", "constant")
 BETAS = (0.9, 0.95)  # as EAGLE trains
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-OUTPUTS = ("lm_head", "outputs.", "lora_", "target.")  # output matrices, low-rank factors and a target's own weights
+OTHERS = ("lm_head", "outputs.", "embed", "wte", "lora_", "target.")
+"""Parts of the names of input and output matrices, low-rank factors and a target's own weights."""
 
 
 class Optimizers:
     """Muon for the hidden matrices and AdamW for the rest, or AdamW for all.
 
     Muon (orthogonalised momentum; Jordan et al. 2024, Liu et al. 2502.16982 for the scale that lets both share one
-    learning rate) learns about twice as much from the same tokens as AdamW here. Output matrices stay with AdamW.
+    learning rate) learns about twice as much from the same tokens as AdamW here. Input and output matrices
+    stay with AdamW.
     factors: multiples of the learning rate, by name; 1 for the others.
     """
 
@@ -70,7 +72,7 @@ class Optimizers:
 
 
 def _kept_from_muon(name: str) -> bool:
-    return any(name.startswith(part) or f".{part}" in name for part in OUTPUTS)
+    return any(name.startswith(part) or f".{part}" in name for part in OTHERS)
 
 
 def schedule(kind: str, step: int, steps: int, warmup: int, floor: float) -> float:
