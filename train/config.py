@@ -28,6 +28,7 @@ from specdec.errors import UserError, nearest
 from specdec.export.eagle3 import DTYPES
 from specdec.load import TargetConfig
 from specdec.search import TreeConfig
+from train.adapters import LoraConfig
 from train.fit_config import FitConfig
 from train.joint import JointConfig
 from train.log import LogConfig
@@ -36,6 +37,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 NESTED: dict[str, tuple[str, Any]] = {
     "SourceConfig": ("data.sources", SourceConfig),
     "ServerConfig": ("distill.server", ServerConfig),
+    "LoraConfig": ("lora", LoraConfig),
 }
 STAGES = ("prepare", "distill", "capture", "fit", "evaluate", "export")
 GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "joint", "eval", "export", "log")
@@ -133,6 +135,15 @@ def build(cls: type[T], node: DictConfig, where: str) -> T:
             name = f"{where}.{key}".lstrip(".")
             raise UserError(f"unknown config key '{name}'; known: {', '.join(known)}.{nearest(key, known)}")
     schema = OmegaConf.structured(cls)
+    _open(schema)
+    for key in known:
+        kind = schema._get_node(key)._metadata.ref_type
+        if (
+            dataclasses.is_dataclass(kind)
+            and schema._get_node(key)._is_none()
+            and isinstance(node.get(key), DictConfig)
+        ):
+            schema[key] = kind  # null by default: a group of keys once one is given
     _open(schema)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
