@@ -49,8 +49,9 @@ class Trained:
         drafter, generator = self.drafter(target, counts, seed), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in drafter.parameters():
-                parameter.add_(torch.empty_like(parameter).normal_(0, 0.05, generator=generator))
-        return drafter.float().to(target.model.dtype)  # weights are opened in fp32
+                noise = torch.empty_like(parameter).normal_(0, 0.05, generator=generator)
+                parameter.copy_((parameter + noise).float())  # folders are opened in fp32
+        return drafter
 
     def learning(self, drafter, target, **changes):
         """Its objective."""
@@ -71,6 +72,7 @@ SIZE = {"draft_vocab_size": 200}
 TRAINED = {
     "eagle": Trained("eagle", 4, SIZE, {"unroll": 4}, lr=3e-3),
     "medusa": Trained("medusa", 3, SIZE | {"heads": 3, "layers": 2}, {"teacher_power": 2.0}),
+    "draft_model": Trained("draft_model", 4, SIZE | {"layers": [0, 4]}, lr=3e-3, shifts=(1,)),
     "hydra": Trained("hydra", 3, SIZE | {"heads": 3}, {"teacher_power": 2.0}),
 }
 # Other settings of the same kinds, which learn in their own way.
