@@ -1,8 +1,8 @@
 """Checkpoints of a fit: step-000500/ with the drafter as it would be used and all that resuming needs.
 
 drafter.safetensors and config.json hold the averaged weights, adapters merged; training.safetensors what is trained,
-raw and averaged, with the optimiser's moments; state.json how far the fit is. A folder appears whole, by rename; no
-pickle anywhere.
+raw and averaged, with the optimiser's moments; state.json how far the fit is. A folder appears whole, by rename, and
+holds no pickle.
 """
 
 from __future__ import annotations

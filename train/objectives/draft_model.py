@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
-from specdec import fast
 from specdec.align import align, runs
 from specdec.drafters.draft_model import Distilled
 from specdec.errors import UserError
@@ -21,8 +20,7 @@ from specdec.vocab import places
 from train.horizons import measured, step_of
 from train.losses import Total, head_loss, loss_named
 from train.on_policy import rewritten
-
-TEACHERS = ("soft", "hard")
+from train.teacher import known_teacher, law
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,7 @@ class DraftModelObjectiveConfig:
 
     def __post_init__(self) -> None:
         loss_named(self.loss)
-        if self.teacher not in TEACHERS:
-            raise UserError(f"drafter.objective.teacher: '{self.teacher}' is not one of {', '.join(TEACHERS)}")
-        if not self.teacher_power > 0:
-            raise UserError(f"drafter.objective.teacher_power must be above 0, got {self.teacher_power}")
+        known_teacher(self.teacher, self.teacher_power)
         if self.depth < 1 or self.on_policy_tokens < 1:
             raise UserError("drafter.objective.depth and drafter.objective.on_policy_tokens must be 1 or more")
         if not 0 <= self.on_policy <= 1:
@@ -108,13 +103,8 @@ class DraftModelObjective:
             return None
         return rewritten(batch, drafter, self.target, self.config.on_policy_tokens, generator)
 
-    @torch.no_grad()
     def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
-        """The law to learn over the draft vocabulary: [n, D] and [n] -> [n, Vd]."""
-        wide = torch.promote_types(final.dtype, torch.float32)
-        if self.config.teacher == "hard":
-            return nn.functional.one_hot(label, len(self.teacher_head)).to(wide)
-        return (self.config.teacher_power * fast.product(final, self.teacher_head).to(wide)).softmax(-1)
+        return law(final, label, self.teacher_head, self.config.teacher, self.config.teacher_power)
 
 
 Config, Objective = DraftModelObjectiveConfig, DraftModelObjective  # the names the pipeline looks for

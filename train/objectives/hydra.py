@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
-from specdec import fast
 from specdec.align import align
 from specdec.drafters.hydra import Hydra
 from specdec.errors import UserError
@@ -18,8 +17,7 @@ from specdec.target import Target
 from specdec.vocab import places
 from train.horizons import known_weighting, step_of, steps_loss
 from train.losses import Total, loss_named
-
-TEACHERS = ("soft", "hard")
+from train.teacher import known_teacher, law
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,9 @@ class HydraObjectiveConfig:
     def __post_init__(self) -> None:
         loss_named(self.loss)
         known_weighting(self.weighting)
-        if self.teacher not in TEACHERS:
-            raise UserError(f"drafter.objective.teacher: '{self.teacher}' is not one of {', '.join(TEACHERS)}")
-        for name in ("decay", "teacher_power"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"drafter.objective.{name} must be above 0, got {getattr(self, name)}")
+        known_teacher(self.teacher, self.teacher_power)
+        if not self.decay > 0:
+            raise UserError(f"drafter.objective.decay must be above 0, got {self.decay}")
 
 
 class HydraObjective:
@@ -75,13 +71,8 @@ class HydraObjective:
             groups = [([step], drafter.output(head).weight) for head, step in enumerate(steps)]
         return steps_loss(groups, self._teacher, self.loss, self.config.weighting)
 
-    @torch.no_grad()
     def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
-        """The law to learn over the draft vocabulary: [n, D] and [n] -> [n, Vd]."""
-        wide = torch.promote_types(final.dtype, torch.float32)
-        if self.config.teacher == "hard":
-            return torch.nn.functional.one_hot(label, len(self.teacher_head)).to(wide)
-        return (self.config.teacher_power * fast.product(final, self.teacher_head).to(wide)).softmax(-1)
+        return law(final, label, self.teacher_head, self.config.teacher, self.config.teacher_power)
 
 
 Config, Objective = HydraObjectiveConfig, HydraObjective  # the names the pipeline looks for
