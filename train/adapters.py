@@ -31,11 +31,13 @@ class LoraConfig:
             raise UserError("lora.rank must be 1 or more, lora.alpha above 0 and lora.dropout from 0 to below 1")
 
 
-def add_adapters(module: nn.Module, config: LoraConfig, within: str = "") -> dict[str, nn.Parameter]:
+def add_adapters(
+    module: nn.Module, config: LoraConfig, generator: torch.Generator, within: str = ""
+) -> dict[str, nn.Parameter]:
     """Freeze a network and put adapters on its linear layers whose names begin with `within`; output matrices excepted.
 
-    They begin as nothing: the network says what it said. Returns the factors by name. Raises UserError without peft,
-    and where there is no layer to adapt.
+    They begin as nothing: the network says what it said. generator: a CPU's. Returns the factors by name. Raises
+    UserError without peft, and where there is no layer to adapt.
     """
     peft = _peft()
     names = [
@@ -50,12 +52,16 @@ def add_adapters(module: nn.Module, config: LoraConfig, within: str = "") -> dic
     )
     module.requires_grad_(False)
     wide = {name: parameter.dtype for name, parameter in module.named_parameters()}
-    peft.inject_adapter_in_model(own, module)
+    with torch.random.fork_rng():  # what peft draws is drawn again below
+        peft.inject_adapter_in_model(own, module)
     factors = {name: p for name, p in module.named_parameters() if FACTORS in name}
     for name, parameter in factors.items():
         base = wide[name.split(FACTORS)[0] + ".weight"]
         parameter.data = parameter.data.to(torch.promote_types(base, torch.float32))
         parameter.requires_grad_(True)
+        if f"{FACTORS}A" in name:  # the other factor is zero
+            drawn = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data.copy_((2 * drawn - 1) * parameter.shape[1] ** -0.5)
     return factors
 
 

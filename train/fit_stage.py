@@ -62,9 +62,9 @@ def fit(run: Run) -> None:
     covered = coverage(module.vocabulary(drafter), counts)
     drafter.tree = config.tree
     objective = objective_module(config.kind).Objective(config.objective, drafter, target)
-    learner: Learner | Joint = Learner(drafter, objective, config.fit.lora)
+    learner: Learner | Joint = Learner(drafter, objective, config.fit.lora, config.seed)
     if joint:
-        learner = Joint(config.joint, config.target.train, target, drafter, objective, run.taps())
+        learner = Joint(config.joint, config.target.train, target, drafter, objective, run.taps(), config.seed)
     if target.fast_mode != "off":
         fast.train_fast(drafter)
     torch.set_flush_denormal(True)  # tiny gradients slow a CPU's backward pass twofold

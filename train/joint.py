@@ -70,10 +70,11 @@ class Joint:
         drafter: nn.Module,
         objective: Objective,
         taps: tuple[Tap, ...],
+        seed: int = 0,
     ) -> None:
         self.config, self.target, self.drafter, self.objective, self.taps = config, target, drafter, objective, taps
         self.lora = mode == "lora"
-        tuned = _tuned(target, config, self.lora)
+        tuned = _tuned(target, config, self.lora, torch.Generator().manual_seed(seed))
         own = {f"target.{name}": parameter for name, parameter in tuned.items()}
         self.parameters: Mapping[str, nn.Parameter] = {**dict(drafter.named_parameters()), **own}
         self.factors: Mapping[str, float] = dict.fromkeys(own, config.lr_factor)
@@ -165,13 +166,13 @@ class Joint:
         self.target.model.requires_grad_(False)
 
 
-def _tuned(target: Target, config: JointConfig, lora: bool) -> dict[str, nn.Parameter]:
+def _tuned(target: Target, config: JointConfig, lora: bool, generator: torch.Generator) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name; with `lora` the adapters are put on."""
     layers = target.decoder_layers
     first = 0 if config.layers is None else max(0, len(layers) - config.layers)
     found: dict[str, nn.Parameter] = {}
     for number in range(first, len(layers)):
-        own = add_adapters(layers[number], config.lora) if lora else dict(layers[number].named_parameters())
+        own = add_adapters(layers[number], config.lora, generator) if lora else dict(layers[number].named_parameters())
         found |= {f"layers.{number}.{name}": parameter for name, parameter in own.items()}
     if lora:
         target.model.requires_grad_(False)

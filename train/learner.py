@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
@@ -19,10 +20,12 @@ Objective = Callable[[nn.Module, Batch], dict[str, Total]]
 class Learner:
     """A drafter, or low-rank adapters on it."""
 
-    def __init__(self, drafter: nn.Module, objective: Objective, lora: LoraConfig | None = None) -> None:
+    def __init__(self, drafter: nn.Module, objective: Objective, lora: LoraConfig | None = None, seed: int = 0) -> None:
         self.drafter, self.objective = drafter, objective
         self.parameters: Mapping[str, nn.Parameter] = (
-            dict(drafter.named_parameters()) if lora is None else add_adapters(drafter, lora)
+            dict(drafter.named_parameters())
+            if lora is None
+            else add_adapters(drafter, lora, torch.Generator().manual_seed(seed))
         )
         self.factors: Mapping[str, float] = {}
         self._adapted = lora is not None

@@ -12,7 +12,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 def adapted(seed=0, **changes):
     """A model with adapters that say something."""
     model = tiny_model().requires_grad_(False)
-    factors = add_adapters(model, LoraConfig(rank=4), **changes)
+    factors = add_adapters(model, LoraConfig(rank=4), torch.Generator(), **changes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for factor in factors.values():
@@ -28,7 +28,7 @@ def logits(model):
 def test_new_adapters_change_nothing_and_only_they_are_trained():
     model = tiny_model()
     before = logits(model)
-    factors = add_adapters(model, LoraConfig(rank=4))
+    factors = add_adapters(model, LoraConfig(rank=4), torch.Generator())
     assert torch.equal(logits(model), before)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(factors)
     assert not any("lm_head" in name for name in factors)
@@ -62,12 +62,14 @@ def test_only_the_named_part_is_adapted():
 
 def test_adapters_of_a_half_precision_network_are_wide():
     model = tiny_model().to(torch.bfloat16)
-    assert all(factor.dtype == torch.float32 for factor in add_adapters(model, LoraConfig()).values())
+    assert all(
+        factor.dtype == torch.float32 for factor in add_adapters(model, LoraConfig(), torch.Generator()).values()
+    )
 
 
 def test_a_network_without_layers_to_adapt_is_refused():
     with pytest.raises(UserError, match="linear layers"):
-        add_adapters(nn.Sequential(nn.Embedding(3, 4)), LoraConfig())
+        add_adapters(nn.Sequential(nn.Embedding(3, 4)), LoraConfig(), torch.Generator())
 
 
 @pytest.mark.parametrize("bad", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}])

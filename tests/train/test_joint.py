@@ -101,7 +101,7 @@ def test_finished_the_target_is_an_ordinary_model_that_says_the_same(tmp_path, m
     bench.learner.finish()
     bench.target.model.save_pretrained(tmp_path / "target")
     again = Target(type(bench.target.model).from_pretrained(tmp_path / "target"), name="again")
-    assert torch.allclose(said_by(again), said, atol=1e-5)
+    assert torch.allclose(said_by(again), said, atol=1e-4)
     drafter = bench.drafter.eval()
     drafter.tree = TreeConfig(depth=3)
     prompts = [[5, 6, 7], [9, 10]]
