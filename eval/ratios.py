@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.speed import ratio, stock_answers
+from specdec.assistant import DraftModel
 from specdec.controller import adaptive
 from specdec.cost import Plan, Profile, choices, plans
 from specdec.decode import Generation, generate
 from specdec.drafter import open_drafter
-from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.ngram import Ngram
 from specdec.drafters.none import Plain

@@ -114,8 +114,8 @@ def choose_layers(target: Target, count: int, texts: Sequence[Tensor], ids: Tens
     for layers in candidates(target.layers, count):
         small = Target(with_layers(target, layers), target.tokenizer, "draft", "off")
         divergence[layers] = _divergence(teacher, states(small), head)
-    nearest = min(divergence, key=lambda layers: divergence[layers])
-    return list(nearest)
+    best = min(divergence, key=lambda layers: divergence[layers])
+    return list(best)
 
 
 @torch.inference_mode()

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Target, TreeConfig
-from specdec.drafters.draft_model import DraftModel
+from specdec.assistant import DraftModel
+from specdec.drafters.draft_model import DraftModelConfig
+from specdec.drafters.draft_model import create as create_draft_model
 from specdec.drafters.eagle import EagleConfig, create
 from specdec.drafters.hydra import HydraConfig
 from specdec.drafters.hydra import create as create_hydra
@@ -71,6 +73,20 @@ def draft_model(target, tree, seed=0):
     return DraftModel(Target(model, tiny_tokenizer() if target.tokenizer else None, "draft"), target, tree)
 
 
+def subset(target, tree, seed=0):
+    """The target's first and last layer, as if trained a little."""
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    size = 200 if target.vocab_size > 200 else None
+    config = DraftModelConfig(layers=[0, target.layers - 1], draft_vocab_size=size)
+    generator = torch.Generator().manual_seed(seed)
+    drafter = create_draft_model(config, target, counts, generator).to(target.model.dtype)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    drafter.tree = tree
+    return drafter
+
+
 def itself(target, tree, seed=0):  # noqa: ARG001
     """The control: the target drafts for itself."""
     return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
@@ -83,6 +99,8 @@ DRAFTERS = {
     for kind, make in MAKERS.items()
     for name, tree in TREES.items()
 } | {
+    "subset-drawn": lambda target, seed=0: subset(target, TREES["drawn"], seed),
+    "subset-dynamic": lambda target, seed=0: subset(target, TREES["dynamic"], seed),
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }

@@ -5,7 +5,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from eval.lossless import divergence, first_difference
 from specdec import Limits, Target, TreeConfig, generate
-from specdec.drafters.draft_model import DraftModel
+from specdec.assistant import DraftModel
 from specdec.drafters.none import Plain
 
 

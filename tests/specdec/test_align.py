@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from specdec.align import align, any_packed, positions_within, read_ahead, visible_within
+from specdec.align import align, any_packed, positions_within, read_ahead, runs, visible_within
 
 
 def slots(horizon, mask=None, documents=None):
@@ -73,3 +73,9 @@ def test_one_document_a_row_is_plain_causal_attention():
     assert torch.equal(positions_within(documents), torch.arange(4).expand(2, 4))
     assert not any_packed(documents)
     assert any_packed(DOCUMENTS)
+
+
+def test_runs_are_counted_from_each_position_on():
+    flags = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [0, 0, 1, 0, 1, 1, 0]]).bool()
+    assert runs(flags, 3).tolist() == [[2, 1, 0, 3, 3, 2, 1], [0, 0, 1, 0, 2, 1, 0]]
+    assert torch.equal(runs(flags, 1), flags.long())

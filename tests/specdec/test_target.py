@@ -176,4 +176,15 @@ def test_random_trees_over_random_batches(data):
             assert torch.allclose(logits[r, node], full(target, prompts[r] + path).logits[0, -1], atol=1e-10)
 
 
+def test_features_with_gradients_are_the_same_and_lead_to_the_weights(target):
+    tokens, documents = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 1, -1]])
+    plain = target.features(tokens, (2, "final"), documents)
+    assert plain.is_inference()
+    weight = target.model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    with_gradients = target.features(tokens, (2, "final"), documents, gradients=True)
+    assert torch.equal(with_gradients, plain)
+    with_gradients.sum().backward()
+    assert bool((weight.grad != 0).any())
+
+
 SHARED = Target(tiny_model())

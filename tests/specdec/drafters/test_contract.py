@@ -149,7 +149,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(target):
             return {"a": 0}
 
     other.tokenizer = Renamed()
-    from specdec.drafters.draft_model import DraftModel
+    from specdec.assistant import DraftModel
 
     with pytest.raises(UserError, match="another tokenizer"):
         DraftModel(other, target)
