@@ -101,6 +101,11 @@ def stale(folder: Path, config: Mapping[str, Any], inputs: Mapping[str, str]) ->
     return before is not None and (before != plan_of(config, inputs) or (folder / MANIFEST).is_file())
 
 
+def finished_as(folder: Path, plan: Mapping[str, Any]) -> bool:
+    """Whether a folder holds this stage, finished by exactly this plan."""
+    return (folder / MANIFEST).is_file() and _read_plan(folder) == plan
+
+
 def forget(folder: Path) -> None:
     """Remove a stage's folder. It is renamed first: a removal that is interrupted leaves nothing that looks whole."""
     if folder.exists():

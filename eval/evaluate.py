@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data.artifact import write_text
 from data.rows import Row
 from eval.lossless import divergence
+from eval.ranks import measured_tree
 from eval.speed import timed
 from specdec.controller import adaptive
 from specdec.cost import Choice, CostTable, Plan, Profile, choices, hardware, plans
@@ -22,10 +23,13 @@ from specdec.decode import generate
 from specdec.drafter import Drafter
 from specdec.errors import UserError, nearest
 from specdec.planned import Plannable, measure
+from specdec.search import TreeConfig
 from specdec.stopping import Limits
 from specdec.target import Target
 
-RECORDS, COSTS, CHOICES = "rounds.jsonl", "costs.json", "choices.json"
+RECORDS, COSTS, CHOICES, TREE = "rounds.jsonl", "costs.json", "choices.json", "tree.json"
+RANKED = 12
+"""Prompts from which a static tree is measured."""
 PLANS = ("auto", "tree", "adaptive")
 
 
@@ -94,6 +98,9 @@ def settle(
 
     A chosen plan is never off, so that there is something to measure: the report says where off is better.
     """
+    pool = [row for row in held_out if row not in measured] or held_out
+    if drafter.tree.unmeasured:
+        drafter.tree = _tree(target, drafter, [row.prompt for row in pool], config, folder / TREE)
     text = sorted(measured, key=lambda row: len(row.prompt))[len(measured) // 2].prompt
     costs = _costs(target, drafter, text, folder / COSTS)
     whole = Plan(drafter.tree.most_nodes, drafter.tree.longest)
@@ -104,8 +111,6 @@ def settle(
     path = folder / CHOICES
     if not path.is_file():
         profile = Profile(whole.nodes, whole.depth)
-        pool = [row for row in held_out if row not in measured]
-        pool = pool or held_out
         limits = Limits(config.max_new_tokens, target.stop_tokens)
         for row in pool[: config.calibrate]:
             for one in generate(target, drafter, [row.prompt], limits)[0].rounds:
@@ -116,6 +121,14 @@ def settle(
     plan = next(choice.plan for choice in considered if not choice.plan.off)
     drafter.tree = drafter.tree.limited(plan.nodes, plan.depth)
     return Setting(drafter, plan, costs, considered)
+
+
+def _tree(target: Target, drafter: Plannable, prompts: list[list[int]], config: EvalConfig, path: Path) -> TreeConfig:
+    """A static tree that the fit did not measure."""
+    if not path.is_file():
+        tree, _ = measured_tree(target, drafter, prompts[:RANKED], drafter.tree, config.max_new_tokens)
+        write_text(path, json.dumps(tree.paths) + "\n")
+    return replace(drafter.tree, paths=json.loads(path.read_text()))
 
 
 def _costs(target: Target, drafter: Plannable, text: list[int], path: Path) -> CostTable:

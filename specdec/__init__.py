@@ -8,9 +8,10 @@ from specdec.decode import Generation, Round, Step, generate, stream
 from specdec.drafter import open_drafter
 from specdec.errors import UserError
 from specdec.load import TargetConfig, load_target
+from specdec.paths import best_paths
 from specdec.planned import measure
 from specdec.sampling import Sampling
-from specdec.search import TreeConfig, best_paths
+from specdec.search import TreeConfig
 from specdec.stopping import Limits
 from specdec.target import Target
 from specdec.tree import TokenTree

@@ -98,6 +98,14 @@ def _begins(documents: Tensor) -> Tensor:
     return torch.nn.functional.pad(changes, (1, 0))
 
 
+def runs(flags: Tensor, most: int) -> Tensor:
+    """How many positions in a row from each one on are true, counted up to `most`: bool [B, T] -> [B, T]."""
+    length = torch.zeros_like(flags, dtype=torch.long)
+    for _ in range(most):
+        length = flags * (1 + torch.nn.functional.pad(length[:, 1:], (0, 1)))
+    return length
+
+
 def read_ahead(tokens: Tensor, starts: Tensor, count: int) -> Tensor:
     """The token after each of `count` positions from `starts`: [B, P], [B] -> [B, count].
 

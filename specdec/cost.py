@@ -21,7 +21,7 @@ from specdec.search import TreeConfig
 from specdec.target import Target
 
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Node budgets that are tried for dynamic trees, root included."""
+"""Node budgets that are tried for static and dynamic trees, root included."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,9 +50,10 @@ def plans(tree: TreeConfig) -> list[Plan]:
     found = {OFF}
     for depth in range(1, tree.longest + 1):
         whole = tree.limited(tree.most_nodes, depth)
-        found.add(Plan(whole.most_nodes, depth))
-        if tree.kind == "dynamic":
-            found |= {Plan(nodes, depth) for nodes in NODES if depth < nodes < whole.most_nodes}
+        budgets = [n for n in NODES if depth < n < whole.most_nodes and tree.kind != "chain"]
+        parts = [whole, *(tree.limited(nodes, depth) for nodes in budgets)]
+        # The first nodes of a static tree may not reach so deep: that is then a smaller plan, found once.
+        found |= {Plan(part.most_nodes, part.longest) for part in parts}
     return sorted(found)
 
 
@@ -143,8 +144,10 @@ def hardware(target: Target, drafter: Any) -> dict[str, Any]:
 class Profile:
     """Mean accepted draft tokens of every part of a tree: accepted[n][d] of its first n nodes, cut to d deep.
 
-    One round tells of all smaller parts too: its nodes lie in the order in which they would be dropped, whatever the
-    depth, so that a part's nodes are the first n of those that are no deeper than d.
+    One round tells of smaller parts too: its nodes lie in the order in which they would be dropped, whatever the depth,
+    so that a part's nodes are the first n of those that are no deeper than d. A whole static tree or chain holds all of
+    its parts; a part that was cut to few nodes may lack some that a shallower part has, and tells nothing of that one.
+    A dynamic tree lacks some too, and for those parts even the whole tree's rounds count less than there would be.
     """
 
     def __init__(self, nodes: int, depth: int) -> None:
@@ -156,9 +159,11 @@ class Profile:
 
         What is known of the plan and of smaller ones then weighs `memory` of itself.
         """
+        whole = plan.nodes == len(self.hits) - 1
         for depth in range(1, plan.depth + 1):
             ranks = [sum(0 <= other <= depth for other in depths[:node]) for node in path[:depth]]
-            for nodes in range(2, plan.nodes + 1):
+            held = plan.nodes if whole or depth == plan.depth else sum(0 <= other <= depth for other in depths)
+            for nodes in range(2, min(plan.nodes, held) + 1):
                 self.tries[nodes][depth] = memory * self.tries[nodes][depth] + 1
                 accepted = sum(rank < nodes for rank in ranks)
                 self.hits[nodes][depth] = memory * self.hits[nodes][depth] + accepted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,11 +86,20 @@ def drafter_module(kind: str) -> Any:
     return importlib.import_module(f"specdec.drafters.{kind}")
 
 
-def save_drafter(drafter: nn.Module, kind: str, config: dict[str, Any], folder: Path) -> None:
-    """Write weights (safetensors) and config.json into an existing folder."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+def save_drafter(
+    drafter: nn.Module, kind: str, config: dict[str, Any], folder: Path, state: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write weights (safetensors) and config.json into an existing folder. state: the weights, where they are not what
+    state_dict() gives."""
+    state = drafter.state_dict() if state is None else state
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps({"kind": kind, **config}, indent=2) + "\n")
+    (folder / CONFIG).write_text(described(kind, config))
+
+
+def described(kind: str, config: Mapping[str, Any]) -> str:
+    """The text of config.json."""
+    return json.dumps({"kind": kind, **config}, indent=2) + "\n"
 
 
 def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Any:

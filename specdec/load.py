@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from specdec.errors import UserError
@@ -17,6 +17,8 @@ from specdec.facts import stop_tokens, window_of
 from specdec.fast import MODES
 from specdec.source import resolve
 from specdec.target import Target
+
+TRAIN = ("frozen", "lora", "full")
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,17 @@ class TargetConfig:
     small models; graph records and replays CUDA graphs (GPU only)."""
     cache: str = "runs/targets"
     """Where dequantised GGUF files and what was measured of packed weights are kept."""
+    train: str = "frozen"
+    """frozen; or a fit tunes the target too (train/joint.py): lora (low-rank adapters, merged at the end) or full."""
 
     def __post_init__(self) -> None:
         known = ("float64", "float32", "bfloat16", "float16")
         if self.dtype not in known:
             raise UserError(f"target.dtype: '{self.dtype}' is not one of {', '.join(known)}")
+        if self.train not in TRAIN:
+            raise UserError(f"target.train: '{self.train}' is not one of {', '.join(TRAIN)}")
+        if self.train == "full" and self.dtype in known[2:]:
+            raise UserError(f"target.train=full changes the weights and needs target.dtype=float32, got {self.dtype}")
         if self.fast not in MODES:
             raise UserError(f"target.fast: '{self.fast}' is not one of {', '.join(MODES)}")
 
@@ -52,7 +60,7 @@ def load_target(config: TargetConfig, say: Callable[[str], None] = print) -> Tar
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loading(config):
+    with _loading("target.source", config.source):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if config.fast == "graph" and not device.startswith("cuda"):
@@ -77,7 +85,7 @@ class TextSide:
 def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> TextSide:
     """The tokenizer and the sizes of a target, without its weights. Raises UserError as load_target() does."""
     folder = resolve(config.source, Path(config.cache), say)
-    with _loading(config):
+    with _loading("target.source", config.source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         settings = AutoConfig.from_pretrained(folder)
         try:
@@ -87,13 +95,24 @@ def load_text_side(config: TargetConfig, say: Callable[[str], None] = print) -> 
     return TextSide(config.name, tokenizer, window_of(settings), stop_tokens(generation, tokenizer))
 
 
+def load_model(source: str, key: str, dtype: torch.dtype, cache: Path) -> tuple[PreTrainedModel, Any]:
+    """Another model and its tokenizer, on the CPU. Raises UserError as load_target() does, naming `key`."""
+    try:
+        folder = resolve(source, cache, print)
+    except UserError as error:
+        raise UserError(str(error).replace("target.source", key)) from error
+    logging.disable_progress_bar()
+    with _loading(key, source):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
 @contextlib.contextmanager
-def _loading(config: TargetConfig) -> Iterator[None]:
+def _loading(key: str, source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"target.source: cannot load '{config.source}': {first} "
+            f"{key}: cannot load '{source}': {first} "
             "(it may be a hub id, a model folder, a .gguf file or package:NAME/FILE.gguf)"
         ) from error

@@ -68,7 +68,7 @@ class Target(Facts):
         stock = model.config._attn_implementation
         # A model that another Target drives already (a target drafting for itself) has ours.
         self._stock_attention = "sdpa" if stock == attention.NAME else stock
-        self._layers = decoder_layers(model)
+        self.decoder_layers = decoder_layers(model)
         self._share = query_heads_per_key(model)
         model.set_attn_implementation(attention.NAME)
         self.fast_mode, self.packing = fast_mode, packing
@@ -217,17 +217,19 @@ class Target(Facts):
         for layer in cast("list[LayerSlots]", self._cache.layers):
             layer.select(rows)
 
-    @torch.inference_mode()
-    def features(self, tokens: Tensor, taps: tuple[Tap, ...], documents: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens: Tensor, taps: tuple[Tap, ...], documents: Tensor | None = None, *, gradients: bool = False
+    ) -> Tensor:
         """Features of right-padded texts, without touching the cache: [B, T] -> [B, T, S, D].
 
         documents [B, T]: which text a position belongs to (negative: padding), where rows hold several; each is read
-        as if it were alone.
+        as if it were alone. gradients: let them flow back into the model.
         """
         held, self.taps = self.taps, taps
         documents = torch.zeros_like(tokens) if documents is None else documents
         position, mask = positions_within(documents), visible_within(documents)
-        _, features = self._forward(tokens, position, mask, cached=False)
+        with torch.inference_mode(not gradients):
+            _, features = self._forward(tokens, position, mask, cached=False)
         self.taps = held
         return cast(Tensor, features)
 
@@ -236,7 +238,7 @@ class Target(Facts):
     ) -> tuple[Tensor, Tensor | None]:
         seen: dict[Tap, Tensor] = {}
         hooks = [
-            self._layers[tap].register_forward_pre_hook(recorder(seen, tap), with_kwargs=True)
+            self.decoder_layers[tap].register_forward_pre_hook(recorder(seen, tap), with_kwargs=True)
             for tap in self.taps
             if tap != "final"
         ]

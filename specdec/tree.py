@@ -7,6 +7,7 @@ tree with only a root, so one loop serves every method. Accepting nodes is `acce
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,20 @@ class TokenTree:
     def nodes(self) -> int:
         """N, padding included."""
         return self.tokens.shape[1]
+
+    def extended(self, tokens: Tensor, parents: Tensor) -> TokenTree:
+        """With more nodes [B, n] behind these; of trees still growing, so without draft_probs."""
+        return TokenTree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1))
+
+    def arranged(self, order: Sequence[int]) -> TokenTree:
+        """The same tree with its nodes in another order, root first and parents before children."""
+        if list(order) == list(range(self.nodes)):
+            return self
+        at = torch.tensor(order, device=self.tokens.device)
+        parents = self.parents[:, at]
+        moved = torch.where(parents < 0, parents, at.argsort()[parents.clamp(min=0)])
+        laws = None if self.draft_probs is None else self.draft_probs[:, at]
+        return TokenTree(self.tokens[:, at], moved, laws, self.branching)
 
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: entry [b, n, m] says that m is n itself or lies between n and the root."""

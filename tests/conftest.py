@@ -33,7 +33,9 @@ def generator() -> torch.Generator:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Medusa's laws do not depend on the path, so two of its trees can wait for `make test-slow`."""
+    """Two trees of a drafter that keeps nothing between rounds can wait for `make test-slow`: Medusa's laws do not
+    depend on the path, and Hydra's that do are in its other trees."""
+    waiting = ("medusa-static]", "medusa-drawn]", "hydra-chain]", "hydra-drawn]")
     for item in items:
-        if isinstance(item, pytest.Function) and item.name.endswith(("medusa-static]", "medusa-drawn]")):
+        if isinstance(item, pytest.Function) and item.name.endswith(waiting):
             item.add_marker(pytest.mark.slow)

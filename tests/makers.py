@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from specdec import Target, TreeConfig
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.eagle import EagleConfig, create
+from specdec.drafters.hydra import HydraConfig
+from specdec.drafters.hydra import create as create_hydra
 from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.medusa import create as create_medusa
 from specdec.drafters.ngram import Ngram
@@ -16,16 +19,22 @@ from specdec.drafters.none import Plain
 TREES = {
     "chain": TreeConfig(depth=4),
     "drawn": TreeConfig(depth=3, draw=True),
-    "static": TreeConfig(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]]),
-    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [1], [0, 0], [0, 0, 0], [0, 0, 1], [1, 0]]),
+    # Not level by level: the order of the nodes is that of the paths.
+    "static": TreeConfig(kind="static", paths=[[0], [0, 0], [1], [0, 0, 0], [1, 0], [2], [0, 0, 1], [0, 1]]),
+    "drawn_static": TreeConfig(kind="static", draw=True, paths=[[0], [0, 0], [0, 0, 0], [1], [0, 0, 1], [1, 0]]),
     "dynamic": TreeConfig(kind="dynamic", depth=3, width=3, nodes=9),
 }
 
 
+def sized(config, target):
+    """With a draft vocabulary of 200 tokens, or of all there are, which may be too few outside tests."""
+    object.__setattr__(config, "draft_vocab_size", min(200, target.vocab_size))
+    return config
+
+
 def eagle(target, tree, seed=0):
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    size = min(200, target.vocab_size)
-    drafter = create(EagleConfig(draft_vocab_size=size), target, counts, torch.Generator().manual_seed(seed))
+    drafter = create(sized(EagleConfig(), target), target, counts, torch.Generator().manual_seed(seed))
     drafter.tree = tree
     return drafter.to(target.model.dtype)
 
@@ -33,12 +42,23 @@ def eagle(target, tree, seed=0):
 def medusa(target, tree, seed=0):
     """Heads that differ, so that a wrong one shows."""
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    config = MedusaConfig(draft_vocab_size=min(200, target.vocab_size))
     generator = torch.Generator().manual_seed(seed)
-    drafter = create_medusa(config, target, counts, generator)
+    drafter = create_medusa(sized(MedusaConfig(), target), target, counts, generator)
     with torch.no_grad():
         for parameter in drafter.blocks.parameters():
             parameter.normal_(0, 0.05, generator=generator)
+    drafter.tree = tree
+    return drafter.to(target.model.dtype)
+
+
+def hydra(target, tree, seed=0):
+    """Heads that differ and heed the tokens they follow."""
+    counts = torch.arange(target.vocab_size, 0, -1).double()
+    generator = torch.Generator().manual_seed(seed)
+    drafter = create_hydra(sized(HydraConfig(), target), target, counts, generator)
+    with torch.no_grad():
+        for parameter in [*drafter.mix.parameters(), *drafter.blocks.parameters()]:
+            parameter.add_(torch.empty_like(parameter).normal_(0, 0.05, generator=generator))
     drafter.tree = tree
     return drafter.to(target.model.dtype)
 
@@ -56,7 +76,7 @@ def itself(target, tree, seed=0):  # noqa: ARG001
     return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
 
 
-MAKERS = {"eagle": eagle, "medusa": medusa, "draft_model": draft_model, "itself": itself}
+MAKERS = {"eagle": eagle, "medusa": medusa, "hydra": hydra, "draft_model": draft_model, "itself": itself}
 # kind-tree -> maker(target, seed)
 DRAFTERS = {
     f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
@@ -66,4 +86,19 @@ DRAFTERS = {
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005
 }
-COVERED = {"eagle", "medusa", "draft_model", "ngram", "none"}
+COVERED = {"eagle", "medusa", "hydra", "draft_model", "ngram", "none"}
+
+
+@st.composite
+def paths(draw, children=4, depth=4):
+    """A static tree's paths: parents before children, anything else as it comes."""
+    found = []
+    for _ in range(draw(st.integers(1, 10))):
+        free = [
+            (*parent, rank)
+            for parent in [(), *found]
+            for rank in range(children)
+            if len(parent) < depth and (*parent, rank) not in found
+        ]
+        found.append(draw(st.sampled_from(free)))
+    return [list(path) for path in found]

@@ -28,16 +28,19 @@ from specdec.errors import UserError, nearest
 from specdec.export.eagle3 import DTYPES
 from specdec.load import TargetConfig
 from specdec.search import TreeConfig
+from train.adapters import LoraConfig
+from train.fit_config import FitConfig
+from train.joint import JointConfig
 from train.log import LogConfig
-from train.loop import FitConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 NESTED: dict[str, tuple[str, Any]] = {
     "SourceConfig": ("data.sources", SourceConfig),
     "ServerConfig": ("distill.server", ServerConfig),
+    "LoraConfig": ("lora", LoraConfig),
 }
 STAGES = ("prepare", "distill", "capture", "fit", "evaluate", "export")
-GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "eval", "export", "log")
+GROUPS = ("target", "drafter", "data", "distill", "capture", "fit", "joint", "eval", "export", "log")
 T = TypeVar("T")
 
 
@@ -73,6 +76,8 @@ class TopConfig:
     """Stages to run."""
     redo: list[str] = field(default_factory=list)
     """Stages to make again, with those that depend on them."""
+    reuse: list[str] = field(default_factory=list)
+    """Other run folders: prepare, distill and capture are taken from there where they were made in the same way."""
     dry_run: bool = False
     """Only say what the data is and what would be trained on; nothing is written."""
 
@@ -88,6 +93,9 @@ class TopConfig:
             raise UserError(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if missing := [stage for stage in self.redo if stage not in self.stages]:
             raise UserError(f"redo: '{missing[0]}' is not among stages=[{','.join(self.stages)}]")
+        for other in self.reuse:
+            if not Path(other).is_dir():
+                raise UserError(f"reuse: there is no run folder {other}")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
             raise UserError(f"out: {self.out} is a file; give a folder")
 
@@ -100,6 +108,7 @@ class RunConfig:
     seed: int
     stages: list[str]
     redo: list[str]
+    reuse: list[str]
     dry_run: bool
     target: TargetConfig
     kind: str
@@ -110,6 +119,7 @@ class RunConfig:
     distill: DistillConfig
     capture: CaptureConfig
     fit: FitConfig
+    joint: JointConfig
     eval: EvalConfig
     export: ExportConfig
     log: LogConfig
@@ -125,6 +135,15 @@ def build(cls: type[T], node: DictConfig, where: str) -> T:
             name = f"{where}.{key}".lstrip(".")
             raise UserError(f"unknown config key '{name}'; known: {', '.join(known)}.{nearest(key, known)}")
     schema = OmegaConf.structured(cls)
+    _open(schema)
+    for key in known:
+        kind = schema._get_node(key)._metadata.ref_type
+        if (
+            dataclasses.is_dataclass(kind)
+            and schema._get_node(key)._is_none()
+            and isinstance(node.get(key), DictConfig)
+        ):
+            schema[key] = kind  # null by default: a group of keys once one is given
     _open(schema)
     try:
         return OmegaConf.to_object(OmegaConf.merge(schema, node))  # type: ignore[return-value]
@@ -159,11 +178,14 @@ def read(node: DictConfig) -> RunConfig:
     kind = str(node.drafter.kind)
     module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
+    if target.train != "frozen" and kind == "draft_model":
+        raise UserError(f"target.train={target.train} tunes the states a drafter reads, and a draft_model reads none")
     return RunConfig(
         out=Path(top.out or f"{top.root}/{target.name}-{kind}-{_name(data.labels)}"),
         seed=top.seed,
         stages=top.stages,
         redo=top.redo,
+        reuse=top.reuse,
         dry_run=top.dry_run,
         target=target,
         kind=kind,
@@ -174,6 +196,7 @@ def read(node: DictConfig) -> RunConfig:
         distill=build(DistillConfig, node.distill, "distill"),
         capture=build(CaptureConfig, node.capture, "capture"),
         fit=build(FitConfig, node.fit, "fit"),
+        joint=build(JointConfig, node.joint, "joint"),
         eval=build(EvalConfig, node.eval, "eval"),
         export=build(ExportConfig, node.export, "export"),
         log=build(LogConfig, node.log, "log"),

@@ -10,123 +10,175 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data.batches import Batch
 from specdec.errors import UserError
 from train import checkpoint
+from train.checkpoint import Progress
+from train.fit_config import FitConfig
 from train.losses import Total
-from train.optim import KINDS, Average, Optimizers, cosine
+from train.optim import Average, Optimizers, schedule
+
+
+class Learner(Protocol):
+    """What is trained: train/learner.py."""
+
+    parameters: Mapping[str, nn.Parameter]
+    factors: Mapping[str, float]
+    """Multiples of the learning rate, by name; 1 for the others."""
+
+    def begin(self, share: float) -> None:
+        """A step begins, at this share of the whole fit."""
+
+    def __call__(self, batch: Batch) -> dict[str, Total]:
+        """Sums and counts by name; 'loss' is the one that is minimised."""
+        ...
+
+    def train(self, on: bool) -> None:
+        """Whether gradients are wanted from now on."""
 
 
 @dataclass(frozen=True)
-class FitConfig:
-    """conf/fit/*.yaml."""
+class Judgement:
+    """An evaluation within a fit. score: higher is better; None: not fit to be kept. stop: why to end here."""
 
-    optimizer: str = "muon"
-    """muon (matrices; the rest with AdamW) or adamw."""
-    lr: float = 2e-3
-    """Peak learning rate, the same for both."""
-    epochs: float = 2.0
-    """Passes over the distilled texts; ignored when max_steps is set."""
-    max_steps: int | None = None
-    """Optimiser steps."""
-    batch_size: int = 4
-    """Rows per batch: a text each, or as many as pack_tokens takes."""
-    pack_tokens: int | None = None
-    """Put several texts into one row of up to this many tokens; they do not see each other. null: a text a row."""
-    gradient_accumulation_steps: int = 1
-    """Batches per optimiser step."""
-    warmup_ratio: float = 0.04
-    """Share of the steps in which the learning rate rises."""
-    weight_decay: float = 0.01
-    """On matrices only."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    average_decay: float = 0.99
-    """Of the moving average of the weights, which is what is saved; 0 turns it off."""
-    save_steps: int = 100
-    """Steps between checkpoints."""
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in KINDS:
-            raise UserError(f"fit.optimizer: '{self.optimizer}' is not one of {', '.join(KINDS)}")
-        for name in ("batch_size", "gradient_accumulation_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"fit.{name} must be 1 or more, got {getattr(self, name)}")
-        if self.pack_tokens is not None and self.pack_tokens < 1:
-            raise UserError(f"fit.pack_tokens must be 1 or more, or null, got {self.pack_tokens}")
-        numbers = (self.lr, self.epochs, 1 if self.max_steps is None else self.max_steps)
-        if not all(0 < number < math.inf for number in numbers):
-            raise UserError("fit.lr, fit.epochs and fit.max_steps must be above 0")
-        if not 0 <= self.weight_decay < math.inf or not 0 <= self.warmup_ratio <= 1 or not self.max_grad_norm > 0:
-            raise UserError("fit.weight_decay must be 0 or more, fit.warmup_ratio from 0 to 1, max_grad_norm above 0")
-        if not 0 <= self.average_decay < 1:
-            raise UserError(f"fit.average_decay must be from 0 to below 1, got {self.average_decay}")
-
-    def steps(self, batches: int) -> int:
-        """Optimiser steps, given the batches of one pass over the texts."""
-        if self.max_steps is not None:
-            return self.max_steps
-        return max(1, round(self.epochs * batches / self.gradient_accumulation_steps))
-
-
-class Objective(Protocol):
-    """Sums and counts by name; 'loss' is the one that is minimised."""
-
-    def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]: ...
+    values: dict[str, float]
+    score: float | None
+    stop: str | None = None
 
 
 def fit(
     config: FitConfig,
-    drafter: nn.Module,
-    objective: Objective,
+    learner: Learner,
     make_batches: Callable[[int], Iterator[Batch]],
     steps: int,
-    save: Callable[[int, Average, Optimizers], Path],
+    save: Callable[[Progress, Average, Optimizers], Path],
     resume_from: Path | None,
     report: Callable[[int, dict[str, float]], None],
+    evaluate: Callable[[int], Judgement] | None = None,
     every: int = 10,
 ) -> Path:
-    """Train for `steps` steps and return the last checkpoint.
+    """Train for `steps` steps, or until evaluations stop getting better, and return the checkpoint to use: the best one
+    where fit.keep says so, else the last.
 
     make_batches(n) gives the batches from number n on. An interrupt finishes the step and saves a checkpoint first.
-    Raises UserError when the loss is no longer a number, naming the step.
+    Raises UserError when a loss or gradient is no longer a number, naming step, batch and term.
     """
-    parameters = dict(drafter.named_parameters())
-    optimizer = Optimizers(parameters, config.optimizer, config.lr, config.weight_decay)
+    parameters = learner.parameters
+    optimizer = Optimizers(parameters, config.optimizer, config.lr, config.weight_decay, learner.factors)
     average = Average(parameters, config.average_decay)
-    step = checkpoint.restore(resume_from, drafter, average, optimizer) if resume_from else 0
-    stream = make_batches(step * config.gradient_accumulation_steps)
-    sums: dict[str, Total] = {}
-    path = resume_from
-    drafter.train()
+    progress, path = Progress(), resume_from
+    if resume_from is not None:
+        progress = checkpoint.restore(resume_from, parameters, average, optimizer)
+    stream = make_batches(progress.step * config.gradient_accumulation_steps)
+    window = _Window()
+    learner.train(True)
     with _deferred_interrupt() as interrupted:
-        while step < steps:
-            factor = cosine(step, steps, round(config.warmup_ratio * steps))
-            totals = _gradients(config, drafter, objective, stream, list(parameters.values()))
+        while progress.step < steps and progress.stopped is None:
+            started, done = time.monotonic(), progress.step
+            factor = schedule(config.schedule, done, steps, round(config.warmup_ratio * steps), config.min_lr_ratio)
+            learner.begin(done / steps)
+            sample = _gradients(config, learner, stream, done + 1)
             optimizer.step(factor)
-            average.update(parameters, step)
-            step += 1
-            sums = {name: sums[name] + total if name in sums else total for name, total in totals.items()}
-            if step % every == 0 or step == steps:
-                values = {name: float(total.mean()) for name, total in sums.items()}
-                if not torch.isfinite(torch.tensor(values["loss"])):
-                    raise UserError(f"the loss is {values['loss']} at step {step}; try a lower fit.lr ({config.lr})")
-                report(step, {**values, "lr": config.lr * factor})
-                sums = {}
-            if step % config.save_steps == 0 or step == steps or interrupted:
-                path = save(step, average, optimizer)
+            average.update(parameters, done)
+            seconds = time.monotonic() - started
+            progress = replace(
+                progress,
+                step=done + 1,
+                tokens=progress.tokens + sample.tokens,
+                supervised=progress.supervised + sample.supervised,
+                seconds=progress.seconds + seconds,
+            )
+            window.add(sample, seconds)
+            if progress.step % every == 0 or progress.step == steps:
+                report(progress.step, {**window.values(), "lr": config.lr * factor, **_so_far(progress)})
+                window = _Window()
+            best = progress.best_step
+            if evaluate is not None and config.evaluates(progress.step, steps):
+                progress = _judged(config, progress, _evaluated(learner, average, evaluate, progress.step, report))
+            kept = progress.best_step != best or progress.stopped is not None
+            if progress.step % config.save_steps == 0 or progress.step == steps or kept or interrupted:
+                path = save(progress, average, optimizer)
             if interrupted:
                 raise KeyboardInterrupt
+    learner.train(False)
     assert path is not None
+    if config.keep == "best" and progress.best_step is not None:
+        return checkpoint.path_of(path.parent, progress.best_step)
     return path
+
+
+def _evaluated(
+    learner: Learner,
+    average: Average,
+    evaluate: Callable[[int], Judgement],
+    step: int,
+    report: Callable[[int, dict[str, float]], None],
+) -> Judgement:
+    """What an evaluation of the averaged weights says; recorded as eval/…"""
+    learner.train(False)
+    with checkpoint.averaged(learner.parameters, average):
+        judgement = evaluate(step)
+    learner.train(True)
+    report(step, {f"eval/{name}": value for name, value in judgement.values.items()})
+    return judgement
+
+
+def _judged(config: FitConfig, progress: Progress, judgement: Judgement) -> Progress:
+    score, stale = judgement.score, progress.stale + 1
+    if score is not None and (progress.best is None or score > progress.best):
+        progress = replace(progress, best=score, best_step=progress.step)
+        stale = 0
+    stop = judgement.stop
+    if stop is None and config.patience is not None and stale >= config.patience:
+        stop = f"no better evaluation in {stale}; the best was that of step {progress.best_step}"
+    return replace(progress, stale=stale, stopped=stop)
+
+
+def _so_far(progress: Progress) -> dict[str, float]:
+    return {"tokens": progress.tokens, "supervised": progress.supervised, "minutes": progress.seconds / 60}
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What a step saw."""
+
+    totals: dict[str, Total]
+    tokens: int
+    supervised: int
+    grad_norm: float
+
+
+class _Window:
+    """Steps since the last report."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Total] = {}
+        self.tokens = self.steps = 0
+        self.seconds = self.grad_norm = 0.0
+
+    def add(self, sample: _Sample, seconds: float) -> None:
+        self.totals = _added(self.totals, sample.totals)
+        self.tokens, self.steps = self.tokens + sample.tokens, self.steps + 1
+        self.seconds, self.grad_norm = self.seconds + seconds, self.grad_norm + sample.grad_norm
+
+    def values(self) -> dict[str, float]:
+        """Means over the steps; tokens read per second."""
+        means = {name: float(total.mean()) for name, total in self.totals.items()}
+        rate = self.tokens / max(self.seconds, 1e-9)
+        return {**means, "grad_norm": self.grad_norm / self.steps, "tokens_per_second": rate}
+
+
+def _added(sums: dict[str, Total], totals: dict[str, Total]) -> dict[str, Total]:
+    return {name: sums[name] + total if name in sums else total for name, total in totals.items()}
 
 
 @contextlib.contextmanager
@@ -153,23 +205,41 @@ def _deferred_interrupt() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _gradients(
-    config: FitConfig,
-    drafter: nn.Module,
-    objective: Objective,
-    stream: Iterator[Batch],
-    parameters: list[nn.Parameter],
-) -> dict[str, Total]:
-    """Leave one step's clipped gradients on the parameters; returns its detached totals."""
+def _gradients(config: FitConfig, learner: Learner, stream: Iterator[Batch], step: int) -> _Sample:
+    """Leave one step's clipped gradients on the parameters."""
     sums: dict[str, Total] = {}
+    tokens = supervised = 0
+    numbers = []
     for _ in range(config.gradient_accumulation_steps):
-        totals = objective(drafter, next(stream))
+        batch = next(stream)
+        torch.manual_seed(batch.number)  # dropout draws what it would have drawn in an uninterrupted fit
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.half(batch.tokens.device)):
+            totals = learner(batch)
         totals["loss"].sum.backward()
-        totals = {name: Total(total.sum.detach(), total.count) for name, total in totals.items()}
-        sums = {name: sums[name] + total if name in sums else total for name, total in totals.items()}
+        sums = _added(sums, {name: Total(total.sum.detach(), total.count) for name, total in totals.items()})
+        tokens += int((batch.documents >= 0).sum())
+        supervised += int(batch.loss_mask.sum())
+        numbers.append(batch.number)
     count = sums["loss"].count.clamp(min=1e-8)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(count)
-    torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-    return sums
+    trained = [parameter for parameter in learner.parameters.values() if parameter.grad is not None]
+    for parameter in trained:
+        assert parameter.grad is not None
+        parameter.grad.div_(count)
+    norm = float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm))
+    if not math.isfinite(norm) or not math.isfinite(float(sums["loss"].sum)):
+        raise UserError(_not_a_number(sums, norm, step, numbers, config))
+    return _Sample(sums, tokens, supervised, norm)
+
+
+def _not_a_number(sums: dict[str, Total], norm: float, step: int, numbers: list[int], config: FitConfig) -> str:
+    wrong = [f"{name} is {float(total.mean())}" for name, total in sums.items() if not _finite(total.sum)]
+    batches = f"batch {numbers[0]}" if len(numbers) == 1 else f"batches {numbers[0]} to {numbers[-1]}"
+    what = ", ".join(wrong) or f"the gradient's norm is {norm}"
+    return (
+        f"step {step}, {batches}: {what}; the step was not taken. Try a lower fit.lr ({config.lr:g}) or "
+        "fit.max_grad_norm; the same command goes on from the last checkpoint"
+    )
+
+
+def _finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all())

@@ -145,7 +145,7 @@ def _term(part: str, text: str) -> tuple[float, Loss]:
     factor, _, rest = part.rpartition("*")
     name, _, number = rest.partition(":")
     known = [*LOSSES, *WITH_NUMBER]
-    where = f"drafter.objective.loss '{text}'"
+    where = f"drafter.objective.loss: {text!r}" if part != text else "drafter.objective.loss"
     if name not in known:
         raise UserError(f"{where}: '{name}' is not one of {', '.join(known)}.{nearest(name, known)}")
     try:

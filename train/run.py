@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from data.artifact import Stage, claim, fingerprint, forget, open_stage, plan_of, stale, write_text
+from data.artifact import Stage, claim, fingerprint, finished_as, forget, open_stage, plan_of, stale, write_text
 from data.chat import Template, tokenizer_hash
 from data.prepare import open_sources
 from specdec.drafter import drafter_module, open_drafter
@@ -21,6 +21,9 @@ from specdec.target import Tap, Target
 from train.config import STAGES, RunConfig
 from train.log import Log, say
 
+TUNED = "target"
+"""Folder in a checkpoint: the target that was tuned with the drafter."""
+REUSED = ("prepare", "distill", "capture")
 DEPENDS: dict[str, tuple[str, ...]] = {
     "prepare": (),
     "distill": ("prepare",),
@@ -36,6 +39,7 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self._tuned: Target | None = None
 
     @functools.cached_property
     def log(self) -> Log:
@@ -59,6 +63,27 @@ class Run:
         target = load_target(self.config.target, say)
         say(f"target {target.name}: {target.layers} layers, loaded in {time.monotonic() - start:.1f} s")
         return target
+
+    def target_to_train(self) -> Target:
+        """The target as it is trained: its weights are read as they are, not packed."""
+        self.forget_target()
+        self.target = load_target(replace(self.config.target, fast="off"), say)
+        return self.target
+
+    def forget_target(self) -> None:
+        """Load it again when it is needed next."""
+        vars(self).pop("target", None)
+
+    def deployed(self, fitted: Stage) -> Target:
+        """The target that the drafter was trained for: the tuned one where the fit tuned it."""
+        config = self.config.target
+        if config.train == "frozen":
+            return self.target
+        if self._tuned is None:
+            self.forget_target()
+            folder = fitted.folder / fitted.counts["checkpoint"] / TUNED
+            self._tuned = load_target(replace(config, source=str(folder), name=f"{config.name}-tuned"), say)
+        return self._tuned
 
     @functools.cached_property
     def text_side(self) -> Target | TextSide:
@@ -99,7 +124,9 @@ class Run:
             return own | {"target.weights": self._weights}
         if name == "fit":
             drafter = {"kind": config.kind, "model": asdict(config.model), "objective": asdict(config.objective)}
-            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed, **fast}
+            joint = None if config.target.train == "frozen" else asdict(config.joint)
+            tuned = {"target.train": config.target.train, "joint": joint}
+            return {"fit": asdict(config.fit), "drafter": drafter, "seed": config.seed, **tuned, **fast}
         if name == "evaluate":
             return {"eval": asdict(config.eval), "drafter.tree": asdict(config.tree), **fast}
         return {"export": asdict(config.export)}
@@ -126,7 +153,14 @@ class Run:
         return {one: fingerprint(plan_of(self._settings(one), self._inputs(one))) for one in DEPENDS[name]}
 
     def folder(self, name: str) -> Path:
-        return self.config.out / name / self.config.eval.name if name == "evaluate" else self.config.out / name
+        """Where a stage is: here, or in a run of `reuse` that finished the same."""
+        own = self.config.out / name / self.config.eval.name if name == "evaluate" else self.config.out / name
+        if name in REUSED and name not in self.config.redo and not (own / "manifest.json").is_file():
+            plan = plan_of(self._settings(name), self._inputs(name))
+            for other in self.config.reuse:
+                if finished_as(Path(other) / name, plan):
+                    return Path(other) / name
+        return own
 
     def open(self, name: str) -> Stage:
         """Begin, continue or skip a stage; with redo, what is there goes first, and all that was made from it."""
@@ -156,8 +190,10 @@ class Run:
         return (*module.taps_for(self.config.model, self.target), "final")
 
     def drafter(self, fitted: Stage, dtype: torch.dtype | None = None) -> Any:
-        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.target, dtype)
-        drafter.tree = self.config.tree
+        drafter = open_drafter(fitted.folder / fitted.counts["checkpoint"], self.deployed(fitted), dtype)
+        # A tree measured by the fit stays, where it is of the kind asked for.
+        if not self.config.tree.unmeasured or replace(drafter.tree, paths=[]) != self.config.tree:
+            drafter.tree = self.config.tree
         return drafter
 
     def own_domains(self) -> list[str]:

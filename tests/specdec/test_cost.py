@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from makers import DRAFTERS
+from makers import DRAFTERS, paths
 from tiny import tiny_model
 
 from specdec import Limits, Target, TreeConfig, generate
@@ -30,7 +30,7 @@ def test_reading_between_measured_counts():
     "tree",
     [
         TreeConfig(depth=5),
-        TreeConfig(kind="static", paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+        TreeConfig(kind="static", paths=[[0], [0, 0], [0, 0, 0], [1], [0, 1], [2], [1, 0], [0, 1, 0], [3]]),
         TreeConfig(kind="dynamic", depth=4, width=3, nodes=12),
     ],
     ids=lambda tree: tree.kind,
@@ -46,7 +46,47 @@ def test_plans_are_parts_of_the_tree(tree):
     assert Plan(tree.most_nodes, tree.longest) in found
 
 
-@pytest.mark.parametrize("name", ["eagle-chain", "eagle-static", "eagle-dynamic", "draft_model-dynamic"])
+def test_static_trees_are_cut_by_nodes_too():
+    tree = TreeConfig(kind="static", paths=[[0], [0, 0], [0, 0, 0], [1], [2]])
+    assert plans(tree) == [OFF, *(Plan(*p) for p in ((2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (5, 2), (6, 3)))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(paths(), st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
+def test_a_static_trees_rounds_tell_exactly_what_its_parts_would_accept(chosen, truths, data):
+    """truths: the right ranks at places in a text. Rounds are of the whole tree or of parts, as a controller has them;
+    what a part is said to accept is what it would have, in the rounds that count for it."""
+    tree = TreeConfig(kind="static", paths=chosen)
+    found = plans(tree)[1:]
+    whole = Plan(tree.most_nodes, tree.longest)
+
+    def accepted(config, truth):
+        known = [tuple(path) for path in config.paths]
+        length = max(n for n in range(5) if all(tuple(truth[:m]) in known for m in range(1, n + 1)))
+        return [1 + known.index(tuple(truth[:n])) for n in range(1, length + 1)]
+
+    every, mixed = Profile(whole.nodes, whole.depth), Profile(whole.nodes, whole.depth)
+    counts = {plan: [] for plan in found}
+    for truth in truths:
+        every.add(whole, [0, *map(len, chosen)], accepted(tree, truth))
+        plan = data.draw(st.sampled_from(found))
+        part = tree.limited(plan.nodes, plan.depth)
+        mixed.add(plan, [0, *map(len, part.paths)], accepted(part, truth))
+        for smaller in found:
+            inside = tree.limited(smaller.nodes, smaller.depth).paths
+            if smaller.depth <= plan.depth and all(path in part.paths for path in inside):
+                counts[smaller].append(truth)
+    for plan in found:
+        part = tree.limited(plan.nodes, plan.depth)
+        emitted = [1 + len(accepted(part, truth)) for truth in truths]
+        assert every.tokens(plan) == pytest.approx(sum(emitted) / len(emitted)), plan
+        emitted = [1 + len(accepted(part, truth)) for truth in counts[plan]]
+        assert mixed.tokens(plan) == pytest.approx(sum(emitted) / len(emitted) if emitted else 1.0), plan
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle-chain", "eagle-static", "itself-static", "eagle-dynamic", "draft_model-dynamic"]
+)
 def test_a_round_tells_what_smaller_trees_would_have_accepted(name):
     """From the same places in a text: propose the part, and count what the whole tree's replay said."""
     target = Target(tiny_model())

@@ -133,6 +133,32 @@ def test_medusa_heads_through_the_whole_pipeline(tmp_path, target_folder):
     assert not [name for name in saved if not name.startswith(("blocks.", "outputs.", "draft_ids"))]
 
 
+def test_a_target_tuned_with_its_heads_through_the_whole_pipeline(tmp_path, target_folder):
+    """Medusa-2 on adapters: the report names what the output is lossless against; a second run finds it done."""
+    out = tmp_path / "run"
+    overrides = ("drafter=medusa", "drafter.model.heads=3", "drafter.tree.kind=chain", "target.train=lora")
+    asked = command(out, target_folder, *overrides, "fit.eval_steps=2", "fit.eval_prompts=2", "joint.max_kl=5")
+    done = run(*asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Lossless against the tuned target" in done.stdout
+    made = json.loads((out / "fit" / "manifest.json").read_text())["counts"]
+    tuned = out / "fit" / made["checkpoint"] / "target"
+    assert (tuned / "model.safetensors").is_file()
+    report = json.loads((out / "evaluate" / "quick" / "report.json").read_text())
+    assert report["identical"]
+    assert f"{made['quality']['kl_original']:.4f} nats a token" in report["facts"]["lossless against"]
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [entry for entry in entries if "eval/tau" in entry]
+    assert [entry["step"] for entry in evaluations] == [2, 4, 6]
+    assert "eval/kl_original" in evaluations[-1]
+    assert {"grad_norm", "lr", "tokens_per_second", "peak_memory_gb", "coverage", "tau"} <= set(
+        next(entry for entry in entries if "grad_norm" in entry)
+    )
+    before = files(tuned)
+    assert run(*asked).returncode == 0
+    assert files(tuned) == before
+
+
 def test_a_mixture_on_the_command_line(tmp_path, target_folder):
     for name in ("law", "code"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name} {i}"}}\n' for i in range(9)))

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
-from specdec import fast
 from specdec.align import align
 from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
@@ -18,8 +16,7 @@ from specdec.target import Target
 from specdec.vocab import places
 from train.horizons import known_weighting, step_of, steps_loss
 from train.losses import Total, loss_named
-
-TEACHERS = ("soft", "hard")
+from train.teacher import known_teacher, law
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,9 @@ class MedusaObjectiveConfig:
     def __post_init__(self) -> None:
         loss_named(self.loss)
         known_weighting(self.weighting)
-        if self.teacher not in TEACHERS:
-            raise UserError(f"drafter.objective.teacher: '{self.teacher}' is not one of {', '.join(TEACHERS)}")
-        if not self.decay > 0 or not self.teacher_power > 0:
-            raise UserError("drafter.objective.decay and drafter.objective.teacher_power must be above 0")
+        known_teacher(self.teacher, self.teacher_power)
+        if not self.decay > 0:
+            raise UserError(f"drafter.objective.decay must be above 0, got {self.decay}")
 
 
 class MedusaObjective:
@@ -73,13 +69,8 @@ class MedusaObjective:
             groups = [([step], drafter.output(head).weight) for head, step in enumerate(steps)]
         return steps_loss(groups, self._teacher, self.loss, self.config.weighting)
 
-    @torch.no_grad()
     def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
-        """The law to learn over the draft vocabulary: [n, D] and [n] -> [n, Vd]."""
-        wide = torch.promote_types(final.dtype, torch.float32)
-        if self.config.teacher == "hard":
-            return torch.nn.functional.one_hot(label, len(self.teacher_head)).to(wide)
-        return (self.config.teacher_power * fast.product(final, self.teacher_head).to(wide)).softmax(-1)
+        return law(final, label, self.teacher_head, self.config.teacher, self.config.teacher_power)
 
 
 Config, Objective = MedusaObjectiveConfig, MedusaObjective  # the names the pipeline looks for

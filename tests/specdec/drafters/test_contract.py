@@ -6,7 +6,7 @@ from makers import COVERED, DRAFTERS, TREES, draft_model, eagle, itself
 from tiny import EOS, family_model, tiny_model
 
 from specdec import Limits, Sampling, Target, UserError, generate, stream
-from specdec.drafter import drafter_module, kinds, open_drafter, save_drafter
+from specdec.drafter import drafter_module, kinds, open_drafter
 from specdec.drafters.none import Plain
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3]]
@@ -130,18 +130,6 @@ def test_the_worst_drafter_there_is_changes_nothing(target, tree):
     out = generate(target, drafter, PROMPTS, Limits(20, (EOS,)))
     assert [g.tokens for g in out] == texts(target, Plain(), PROMPTS, Limits(20, (EOS,)))
     assert all(g.accepted_length == 1.0 for g in out)
-
-
-@pytest.mark.parametrize("name", ["eagle-chain", "eagle-dynamic", "medusa-chain", "medusa-dynamic"])
-def test_saved_and_opened_is_the_same_drafter(target, name, tmp_path):
-    drafter, kind = DRAFTERS[name](target), name.partition("-")[0]
-    save_drafter(drafter, kind, drafter_module(kind).config_of(drafter), tmp_path)
-    again = open_drafter(tmp_path, target)
-    assert again.tree == drafter.tree
-    for key, tensor in drafter.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[key])
-    runs = [generate(target, d, PROMPTS, Limits(20)) for d in (drafter, again)]
-    assert [g.rounds for g in runs[0]] == [g.rounds for g in runs[1]]
 
 
 def test_folders_that_are_no_drafters_are_named(target, tmp_path):
