@@ -67,9 +67,14 @@ def positions_within(documents: Tensor) -> Tensor:
     Padding goes on from the document before it, though no further than a document of the batch reaches: learned
     positions end somewhere.
     """
-    at = torch.arange(documents.shape[1], device=documents.device)
-    position = at - torch.where(_begins(documents), at, 0).cummax(1).values
+    position = torch.arange(documents.shape[1], device=documents.device) - starts_within(documents)
     return position.clamp(max=position.masked_fill(documents < 0, 0).amax())
+
+
+def starts_within(documents: Tensor) -> Tensor:
+    """Where the document of each position begins: [B, T] -> [B, T]. Padding counts to the document before it."""
+    at = torch.arange(documents.shape[1], device=documents.device)
+    return torch.where(_begins(documents), at, 0).cummax(1).values
 
 
 def visible_within(documents: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ def evaluate(run: Run) -> None:
 
 def export(run: Run) -> None:
     fitted = run.need("fit")
-    if run.config.kind != eagle3.KIND:
+    if problem := eagle3.refusal(run.config.kind, run.config.model):
         place = fitted.folder / fitted.counts["checkpoint"]
-        say(f"export    no layout for drafters of kind {run.config.kind} yet; open_drafter() opens {place}")
+        say(f"export    {problem}; open_drafter() opens {place}")
         return
     stage = run.open("export")
     if not run.skip(stage):

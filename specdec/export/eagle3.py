@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdec.drafters.eagle import Eagle, EagleShape
+from specdec.drafters.eagle import Eagle
+from specdec.eagle_network import EagleShape
 from specdec.errors import UserError
 from specdec.layers import grouped
 from specdec.target import Target
 
-KIND = "eagle"
-"""The drafters this layout takes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER = {
     "hidden_norm": "hidden_norm",
@@ -40,14 +39,27 @@ LAYER = {
 FORBIDDEN = ("bias", "norm_before_residual", "target_hidden_size")
 
 
+def refusal(kind: str, model: Any) -> str | None:
+    """Why a drafter of this kind has no such folder, None where it has. model: its settings or, of eagle, its shape."""
+    if kind != "eagle":
+        return f"no layout for drafters of kind {kind} yet"
+    if model.generation != 3:
+        return "no layout for EAGLE-1 (drafter.model.generation=1) yet; this folder holds EAGLE-3"
+    if model.taps is not None and len(model.taps) != 3:
+        return f"engines load EAGLE-3 with three taps, this drafter has drafter.model.taps={model.taps}"
+    return None
+
+
 def export(drafter: Eagle, target: Target, folder: Path, dtype: str = "float32") -> dict[str, float]:
     """Write, check and read back. The folder appears whole or not at all.
 
     Returns the largest relative difference of the read-back drafter's states and logits. Raises UserError for an
-    unknown dtype and RuntimeError if the check fails (nothing is left behind then).
+    unknown dtype or a drafter that engines do not load, RuntimeError if the check fails (nothing is left behind then).
     """
     if dtype not in DTYPES:
         raise UserError(f"export.dtype: '{dtype}' is not one of {', '.join(DTYPES)}")
+    if problem := refusal("eagle", drafter.shape):
+        raise UserError(f"export.engines: {problem}")
     working = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
@@ -71,7 +83,7 @@ def tensors_of(drafter: Eagle, dtype: torch.dtype) -> dict[str, Tensor]:
     """The drafter's tensors under the names engines read (EAGLE / SpecForge names)."""
     out = {
         "fc.weight": drafter.fc.weight,
-        "norm.weight": drafter.norm.weight,
+        "norm.weight": drafter.get_parameter("norm.weight"),
         "lm_head.weight": drafter.lm_head.weight,
     }
     modules = dict(drafter.layer.named_children())
