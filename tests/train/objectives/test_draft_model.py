@@ -12,9 +12,11 @@ from specdec import Limits, TreeConfig, UserError, generate
 from specdec.drafters.draft_model import DraftModelConfig, create
 from specdec.drafters.none import Plain
 from train.checkpoint import latest, save
-from train.loop import FitConfig, fit
+from train.fit_config import FitConfig
+from train.learner import Learner
+from train.loop import fit
 from train.objectives.draft_model import DraftModelObjective, DraftModelObjectiveConfig, tau
-from train.optim import Average, Optimizers
+from train.optim import Optimizers
 
 PROMPT = [5, 60, 7, 81, 9]
 DEPTH = 4
@@ -183,9 +185,10 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(target, tmp_path):
     def run(folder, resume=None, stop=None):
         drafter, losses = drafter_for(target, draft_vocab_size=150), []
         objective = DraftModelObjective(DraftModelObjectiveConfig(on_policy=0.5, on_policy_tokens=5), drafter, target)
+        learner = Learner(drafter, objective)
 
-        def keep(step, average: Average, optimizer: Optimizers):
-            return save(folder, step, "draft_model", {}, drafter, average, optimizer, keep=9)
+        def keep(progress, average, optimizer):
+            return save(folder, progress, "draft_model", {}, drafter, learner.parameters, average, optimizer)
 
         def report(step, values):
             losses.append(values["loss"])
@@ -193,7 +196,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(target, tmp_path):
                 raise KeyboardInterrupt
 
         with contextlib.suppress(KeyboardInterrupt):
-            fit(config, drafter, objective, lambda start: iter(batches[start:]), 6, keep, resume, report, 1)
+            fit(config, learner, lambda start: iter(batches[start:]), 6, keep, resume, report, every=1)
         return losses
 
     whole = run(tmp_path / "a")
