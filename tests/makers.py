@@ -32,11 +32,16 @@ def sized(config, target):
     return config
 
 
-def eagle(target, tree, seed=0):
+def eagle(target, tree, seed=0, generation=3):
     counts = torch.arange(target.vocab_size, 0, -1).double()
-    drafter = create(sized(EagleConfig(), target), target, counts, torch.Generator().manual_seed(seed))
+    config = sized(EagleConfig(generation=generation), target)
+    drafter = create(config, target, counts, torch.Generator().manual_seed(seed))
     drafter.tree = tree
     return drafter.to(target.model.dtype)
+
+
+def eagle1(target, tree, seed=0):
+    return eagle(target, tree, seed, generation=1)
 
 
 def medusa(target, tree, seed=0):
@@ -76,12 +81,20 @@ def itself(target, tree, seed=0):  # noqa: ARG001
     return DraftModel(Target(target.model, target.tokenizer, "itself"), target, tree)
 
 
-MAKERS = {"eagle": eagle, "medusa": medusa, "hydra": hydra, "draft_model": draft_model, "itself": itself}
+MAKERS = {
+    "eagle": eagle,
+    "eagle1": eagle1,
+    "medusa": medusa,
+    "hydra": hydra,
+    "draft_model": draft_model,
+    "itself": itself,
+}
 # kind-tree -> maker(target, seed)
 DRAFTERS = {
     f"{kind}-{name}": (lambda target, seed=0, make=make, tree=tree: make(target, tree, seed))
     for kind, make in MAKERS.items()
     for name, tree in TREES.items()
+    if kind != "eagle1" or name in ("chain", "dynamic")  # EAGLE-3's in all but the network
 } | {
     "ngram": lambda target, seed=0: Ngram(),  # noqa: ARG005
     "none": lambda target, seed=0: Plain(),  # noqa: ARG005

@@ -75,6 +75,10 @@ def test_house_rules():
 
 def test_every_trained_method_has_its_three_files():
     objectives = {path.stem for path in (ROOT / "train/objectives").glob("[a-z]*.py")}
-    configs = {path.stem for path in (ROOT / "conf/drafter").glob("*.yaml")}
+    configs = {path.stem: path.read_text() for path in (ROOT / "conf/drafter").glob("*.yaml")}
     drafters = {path.stem for path in (ROOT / "specdec/drafters").glob("[a-z]*.py")}
-    assert objectives == configs <= drafters
+    assert objectives <= drafters & configs.keys()
+    for name, text in configs.items():  # further recipes of a kind have a name of their own
+        kind = re.search(r"^kind: (\w+)", text, re.M)[1]
+        assert kind in objectives
+        assert (kind if kind == name else f"{kind}\nname: {name}") in text

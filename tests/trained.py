@@ -71,6 +71,7 @@ class Trained:
 SIZE = {"draft_vocab_size": 200}
 TRAINED = {
     "eagle": Trained("eagle", 4, SIZE, {"unroll": 4}, lr=3e-3),
+    "eagle1": Trained("eagle", 3, SIZE | {"generation": 1}, {"unroll": 3, "loss": "0.1*kl"}, lr=3e-3, steps=150),
     "medusa": Trained("medusa", 3, SIZE | {"heads": 3, "layers": 2}, {"teacher_power": 2.0}),
     "draft_model": Trained("draft_model", 4, SIZE | {"layers": [0, 4]}, lr=3e-3, shifts=(1,)),
     "hydra": Trained("hydra", 3, SIZE | {"heads": 3}, {"teacher_power": 2.0}),
@@ -80,4 +81,6 @@ VARIANTS = {
     f"{kind}-{name}": replace(TRAINED[kind], model=TRAINED[kind].model | model, objective=TRAINED[kind].objective | own)
     for kind in ("medusa", "hydra")
     for name, model, own in (("hard", {}, {"teacher": "hard"}), ("own", {"own_output": True}, {}))
+} | {
+    "eagle1-hass": replace(TRAINED["eagle1"], objective={"unroll": 3, "loss": "0.1*kl+top:10", "detach": True}, lr=5e-3)
 }

@@ -176,12 +176,13 @@ def read(node: DictConfig) -> RunConfig:
     top = build(TopConfig, OmegaConf.masked_copy(node, [key for key in map(str, node) if key not in GROUPS]), "")
     target = build(TargetConfig, node.target, "target")
     kind = str(node.drafter.kind)
+    named = str(node.drafter.name) if "name" in node.drafter else kind  # of several recipes of a kind
     module, objective = drafter_module(kind), objective_module(kind)
     data = build(DataConfig, node.data, "data")
     if target.train != "frozen" and kind == "draft_model":
         raise UserError(f"target.train={target.train} tunes the states a drafter reads, and a draft_model reads none")
     return RunConfig(
-        out=Path(top.out or f"{top.root}/{target.name}-{kind}-{_name(data.labels)}"),
+        out=Path(top.out or f"{top.root}/{target.name}-{named}-{_name(data.labels)}"),
         seed=top.seed,
         stages=top.stages,
         redo=top.redo,

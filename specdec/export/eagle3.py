@@ -44,7 +44,7 @@ def refusal(kind: str, model: Any) -> str | None:
     if kind != "eagle":
         return f"no layout for drafters of kind {kind} yet"
     if model.generation != 3:
-        return "no layout for EAGLE-1 (drafter.model.generation=1) yet; this folder holds EAGLE-3"
+        return "no layout for EAGLE-1 (drafter.model.generation=1) yet"
     if model.taps is not None and len(model.taps) != 3:
         return f"engines load EAGLE-3 with three taps, this drafter has drafter.model.taps={model.taps}"
     return None

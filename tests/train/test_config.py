@@ -42,3 +42,13 @@ def test_losses_are_sums_on_the_command_line():
 def test_a_target_is_not_tuned_for_a_drafter_that_reads_nothing_of_it():
     with pytest.raises(UserError, match=r"target\.train=lora tunes the states"):
         config("drafter=draft_model", "target.train=lora")
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle1", "hass"])
+def test_recipes_of_one_kind_have_folders_of_their_own(name):
+    made = config(f"drafter={name}")
+    assert made.kind == "eagle"
+    assert made.out.name == f"smollm2-135m-{name}-maths"
+    assert (made.model.generation, made.model.taps) == ((3, None) if name == "eagle" else (1, []))
+    assert (made.objective.unroll, made.objective.detach) == ((1 if name == "eagle1" else 3), name == "hass")
+    assert config("drafter.model.generation=1").model.taps == []

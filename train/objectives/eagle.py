@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data.batches import Batch
-from specdec import fast
 from specdec.align import align, any_packed, positions_within, starts_within
 from specdec.drafters.eagle import Eagle
 from specdec.eagle_network import Attend
@@ -23,6 +22,7 @@ from specdec.target import Target
 from specdec.vocab import places
 from train.horizons import Step, known_weighting, step_of, steps_loss
 from train.losses import Total, loss_named
+from train.teacher import known_teacher, law
 from train.unrolled import UnrolledAttention
 
 NOISES = ("gaussian", "uniform")
@@ -59,6 +59,7 @@ class EagleObjectiveConfig:
     def __post_init__(self) -> None:
         loss_named(self.loss)
         known_weighting(self.weighting)
+        known_teacher("soft", self.teacher_power)
         if self.unroll < 1:
             raise UserError(f"drafter.objective.unroll must be 1 or more, got {self.unroll}")
         if not 0 <= self.feature_weight < torch.inf or not 0 <= self.feature_noise < torch.inf:
@@ -121,11 +122,8 @@ class EagleObjective:
             return features + noise.uniform_(-1, 1, generator=generator) * size * 512 / features.shape[1]
         return features + noise.normal_(generator=generator) * features.std(-1, keepdim=True) * size
 
-    @torch.no_grad()
-    def _teacher(self, final: Tensor, _: Tensor) -> Tensor:
-        """Target distribution over the draft vocabulary, normalised there and sharpened: [n, D] -> [n, Vd]."""
-        logits = fast.product(final, self.teacher_head)
-        return (self.config.teacher_power * logits.to(torch.promote_types(logits.dtype, torch.float32))).softmax(-1)
+    def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
+        return law(final, label, self.teacher_head, "soft", self.config.teacher_power)
 
 
 Config, Objective = EagleObjectiveConfig, EagleObjective  # the names the pipeline looks for
@@ -144,7 +142,7 @@ def _feature_distance(steps: list[Step]) -> Tensor:
     distances = []
     for step in steps:
         wide = torch.promote_types(step.rows.dtype, torch.float32)
-        guess, true = step.rows.to(wide), step.final.to(wide)
+        guess, true = step.rows.to(wide), step.final.detach().to(wide)  # a target that is tuned must not come closer
         distances.append(step.share * nn.functional.smooth_l1_loss(guess, true, reduction="none").mean(-1).sum())
     return torch.stack(distances).sum()
 

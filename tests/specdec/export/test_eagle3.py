@@ -49,6 +49,23 @@ def test_taps_other_than_the_default_are_written_in_both_numberings(target):
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation": 1}, r"no layout for EAGLE-1 \(drafter\.model\.generation=1\) yet"),
+        ({"taps": [0, 1, 2, 4]}, r"engines load EAGLE-3 with three taps.*\[0, 1, 2, 4\]"),
+    ],
+)
+def test_what_engines_do_not_load_is_refused(target, tmp_path, changes, message):
+    config = EagleConfig(draft_vocab_size=64, **changes)
+    one = create(config, target, torch.ones(target.vocab_size).double(), torch.Generator())
+    with pytest.raises(UserError, match=message):
+        eagle3.export(one, target, tmp_path / "e")
+    assert list(tmp_path.iterdir()) == []
+    assert eagle3.refusal("eagle", config)
+    assert not eagle3.refusal("eagle", EagleConfig(draft_vocab_size=64))
+
+
 def break_tensor(folder, name, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors, name)
