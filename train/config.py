@@ -181,6 +181,8 @@ def read(node: DictConfig) -> RunConfig:
     data = build(DataConfig, node.data, "data")
     if target.train != "frozen" and kind == "draft_model":
         raise UserError(f"target.train={target.train} tunes the states a drafter reads, and a draft_model reads none")
+    if target.train != "frozen" and node.fit.lora is not None:
+        raise UserError(f"fit.lora puts adapters on the drafter alone; with target.train={target.train} see joint.lora")
     return RunConfig(
         out=Path(top.out or f"{top.root}/{target.name}-{named}-{_name(data.labels)}"),
         seed=top.seed,

@@ -62,11 +62,15 @@ def fit(run: Run) -> None:
     covered = coverage(module.vocabulary(drafter), counts)
     drafter.tree = config.tree
     objective = objective_module(config.kind).Objective(config.objective, drafter, target)
-    learner: Learner | Joint = Learner(drafter, objective, config.fit.lora, config.seed)
-    if joint:
-        learner = Joint(config.joint, config.target.train, target, drafter, objective, run.taps(), config.seed)
-    if target.fast_mode != "off":
+    learner: Learner | Joint = (
+        Joint(config.joint, config.target.train, target, drafter, objective, run.taps(), config.seed)
+        if joint
+        else Learner(drafter, objective, config.fit.lora, config.seed)
+    )
+    if config.target.fast != "off":
         fast.train_fast(drafter)
+        if joint:
+            fast.train_fast(target.model)
     torch.set_flush_denormal(True)  # tiny gradients slow a CPU's backward pass twofold
     resume = checkpoint.latest(stage.folder)
     before = checkpoint.progress_of(resume) if resume else Progress()

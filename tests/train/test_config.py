@@ -52,3 +52,5 @@ def test_recipes_of_one_kind_have_folders_of_their_own(name):
     assert (made.model.generation, made.model.taps) == ((3, None) if name == "eagle" else (1, []))
     assert (made.objective.unroll, made.objective.detach) == ((1 if name == "eagle1" else 3), name == "hass")
     assert config("drafter.model.generation=1").model.taps == []
+    with pytest.raises(UserError, match=r"fit\.lora puts adapters on the drafter alone"):
+        config("drafter=medusa", "target.train=lora", "fit.lora={rank: 4}")
