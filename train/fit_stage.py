@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from data.artifact import write_text
 from data.batches import Batch, batches, batches_per_epoch
 from data.capture import attach
 from data.draft_vocab import count_tokens, coverage, ranking
-from data.texts import read_texts
+from data.texts import Text, read_texts
 from eval.ranks import measured_tree
 from specdec import fast
 from specdec.drafter import CONFIG, described, drafter_module
 from specdec.errors import UserError
 from specdec.search import TreeConfig
+from specdec.target import Target
 from train import checkpoint
 from train.checkpoint import Progress
 from train.config import objective_module
@@ -39,38 +41,21 @@ SHOWN = ("loss", "tau", "eval/tau", "kl_original")
 
 def fit(run: Run) -> None:
     """Train, continue to train, or find it done. Raises UserError."""
-    source = run.need("distill").folder
+    run.need("distill")
     stage = run.open("fit")
     if run.skip(stage):
         return
     config = run.config
     joint = config.target.train != "frozen"
     target = run.target_to_train() if joint else run.target
-    texts = read_texts(source)
-    if config.capture.enabled:
-        texts = attach(texts, run.need("capture").folder)
-    withheld = Withheld(texts, [], [])
-    if config.fit.eval_steps is not None or joint or config.tree.unmeasured:
-        withheld = withhold(texts, config.fit.eval_prompts, config.seed)
-        texts = withheld.texts
-    batch_size, pack = config.fit.batch_size, config.fit.pack_tokens
+    withheld = _texts(run)
+    texts, batch_size, pack = withheld.texts, config.fit.batch_size, config.fit.pack_tokens
+    evaluated = joint or config.fit.eval_steps is not None
+    if evaluated and not withheld.prompts:
+        raise UserError("fit.eval_steps and target.train need texts of 4 prompts or more: some are withheld to measure")
     steps = config.fit.steps(batches_per_epoch(texts, batch_size, config.seed, pack))
-    module = drafter_module(config.kind)
-    counts = count_tokens(texts, target.vocab_size)
-    ranked, some = ranking(texts, counts, target.vocab_size), [text.tokens for text in texts[:16]]
-    drafter = module.create(config.model, target, ranked, torch.Generator().manual_seed(config.seed), some)
-    covered = coverage(module.vocabulary(drafter), counts)
-    drafter.tree = config.tree
-    objective = objective_module(config.kind).Objective(config.objective, drafter, target)
-    learner: Learner | Joint = (
-        Joint(config.joint, config.target.train, target, drafter, objective, run.taps(), config.seed)
-        if joint
-        else Learner(drafter, objective, config.fit.lora, config.seed)
-    )
-    if config.target.fast != "off":
-        fast.train_fast(drafter)
-        if joint:
-            fast.train_fast(target.model)
+    subject = _subject(run, target, texts)
+    drafter, learner = subject.drafter, subject.learner
     torch.set_flush_denormal(True)  # tiny gradients slow a CPU's backward pass twofold
     resume = checkpoint.latest(stage.folder)
     before = checkpoint.progress_of(resume) if resume else Progress()
@@ -80,19 +65,17 @@ def fit(run: Run) -> None:
         f"fit       {parameters / 1e6:.1f}M parameters, {len(texts)} texts, {steps} steps"
         + f" from {before.step}" * bool(before.step)
     )
-    shares = ", ".join(f"{domain} {100 * share:.1f} %" for domain, share in covered.items())
-    say(f"          draft vocabulary of {len(module.vocabulary(drafter))} tokens covers: {shares}")
+    shares = ", ".join(f"{domain} {100 * share:.1f} %" for domain, share in subject.coverage.items())
+    say(f"          draft vocabulary of {len(subject.module.vocabulary(drafter))} tokens covers: {shares}")
+    original = learner.original if isinstance(learner, Joint) else target
 
     def make_batches(start: int) -> Iterator[Batch]:
         supervise_prompt = config.objective.supervise_prompt
-        original = learner.original if isinstance(learner, Joint) else target
         return learner.originals(
             batches(texts, original, run.taps(), batch_size, config.seed, supervise_prompt, start, pack)
         )
 
-    judge = _Judge(run, learner, drafter, withheld) if withheld.prompts else None
-    if judge is None and isinstance(learner, Joint):
-        raise UserError("target.train needs texts of at least 4 prompts: some are withheld to see how far it goes")
+    judge = _Judge(run, subject, original, withheld) if evaluated else None
     with bar("fit", steps, "step", before.step) as progress:
 
         def report(step: int, values: dict[str, float]) -> None:
@@ -101,24 +84,73 @@ def fit(run: Run) -> None:
             run.log.record("fit", {**values, "peak_memory_gb": _peak_memory(target.device)}, step)
 
         def save(at: Progress, average: Average, optimizer: Optimizers) -> Path:
-            own = module.config_of(drafter)
-            return checkpoint.save(
-                stage.folder, at, config.kind, own, drafter, learner.parameters, average, optimizer, learner.state
-            )
+            own, state = subject.module.config_of(drafter), learner.state
+            trained = learner.parameters
+            return checkpoint.save(stage.folder, at, config.kind, own, drafter, trained, average, optimizer, state)
 
         path = train_loop(config.fit, learner, make_batches, steps, save, resume, report, judge, config.log.every)
     made = _made(path, stage.folder, parameters, len(texts), steps)
-    checkpoint.load_averaged(path, learner.parameters)
+    if joint or config.tree.unmeasured:
+        checkpoint.load_averaged(path, learner.parameters)
     if config.tree.unmeasured:
-        # With very few prompts none could be withheld; better a tree from what was trained on than none.
-        prompts = withheld.prompts or [list(prompt_of(text)) for text in texts]
-        drafter.tree, _ = measured_tree(target, drafter, prompts, config.tree, MEASURED_TOKENS)
-        write_text(path / CONFIG, described(config.kind, module.config_of(drafter)))
-        made["tree"] = drafter.tree.paths
-        say(f"          static tree measured on {len(prompts)} prompts: {_shape(drafter.tree)}")
+        made["tree"] = _measure_tree(run, subject, withheld, path)
     if isinstance(learner, Joint) and judge is not None:
         made["quality"] = _keep_tuned(learner, path, judge, run)
-    stage.finish({**made, "coverage": covered})
+    stage.finish({**made, "coverage": subject.coverage})
+
+
+def _texts(run: Run) -> Withheld:
+    """What is trained on, and what is kept back where something is measured on it."""
+    config = run.config
+    texts = read_texts(run.need("distill").folder)
+    if config.capture.enabled:
+        texts = attach(texts, run.need("capture").folder)
+    if config.fit.eval_steps is None and config.target.train == "frozen" and not config.tree.unmeasured:
+        return Withheld(texts, [], [])
+    return withhold(texts, config.fit.eval_prompts, config.seed)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is trained: the drafter of a method's module, all that learns, and the share of each domain's labels that
+    the draft vocabulary has."""
+
+    module: Any
+    drafter: Any
+    learner: Learner | Joint
+    coverage: dict[str, float]
+
+
+def _subject(run: Run, target: Target, texts: list[Text]) -> _Subject:
+    """A new drafter, ready to learn."""
+    config, module = run.config, drafter_module(run.config.kind)
+    counts = count_tokens(texts, target.vocab_size)
+    ranked, some = ranking(texts, counts, target.vocab_size), [text.tokens for text in texts[:16]]
+    drafter = module.create(config.model, target, ranked, torch.Generator().manual_seed(config.seed), some)
+    drafter.tree = config.tree
+    objective = objective_module(config.kind).Objective(config.objective, drafter, target)
+    joint = config.target.train != "frozen"
+    learner: Learner | Joint = (
+        Joint(config.joint, config.target.train, target, drafter, objective, run.taps(), config.seed)
+        if joint
+        else Learner(drafter, objective, config.fit.lora, config.seed)
+    )
+    if config.target.fast != "off":
+        fast.train_fast(drafter)
+        if joint:
+            fast.train_fast(target.model)
+    return _Subject(module, drafter, learner, coverage(module.vocabulary(drafter), counts))
+
+
+def _measure_tree(run: Run, subject: _Subject, withheld: Withheld, path: Path) -> list[list[int]]:
+    """Give the drafter, and its checkpoint, a static tree measured on the withheld prompts; returns its paths."""
+    # With very few prompts none could be withheld; better a tree from what was trained on than none.
+    prompts = withheld.prompts or [list(prompt_of(text)) for text in withheld.texts]
+    drafter = subject.drafter
+    drafter.tree, _ = measured_tree(run.target, drafter, prompts, run.config.tree, MEASURED_TOKENS)
+    write_text(path / CONFIG, described(run.config.kind, subject.module.config_of(drafter)))
+    say(f"          static tree measured on {len(prompts)} prompts: {_shape(drafter.tree)}")
+    return drafter.tree.paths
 
 
 def _made(path: Path, folder: Path, parameters: int, texts: int, steps: int) -> dict[str, Any]:
@@ -147,9 +179,8 @@ class _Judge:
     tree, and the withheld texts read as training reads them.
     """
 
-    def __init__(self, run: Run, learner: Learner | Joint, drafter: Any, withheld: Withheld) -> None:
-        self.run, self.learner, self.drafter, self.prompts = run, learner, drafter, withheld.prompts
-        original = learner.original if isinstance(learner, Joint) else run.target
+    def __init__(self, run: Run, subject: _Subject, original: Target, withheld: Withheld) -> None:
+        self.run, self.learner, self.drafter, self.prompts = run, subject.learner, subject.drafter, withheld.prompts
         supervise = run.config.objective.supervise_prompt
         held = [withheld.held[start : start + 8] for start in range(0, len(withheld.held), 8)]
         self.batches = [next(batches(some, original, run.taps(), len(some), 0, supervise)) for some in held]
@@ -163,10 +194,8 @@ class _Judge:
         stop = None
         if isinstance(self.learner, Joint):
             values |= self.learner.quality(self.batches)
-            most = self.run.config.joint.max_kl
-            if values["kl_original"] > most:
-                score = None
-                stop = f"the tuned target is {values['kl_original']:.3f} nats from the original (joint.max_kl={most:g})"
+            stop = self.learner.excess(values)
+            score = score if stop is None else None
         return Judgement(values, score, stop)
 
 
@@ -178,6 +207,11 @@ def _shape(tree: TreeConfig) -> str:
 def _keep_tuned(learner: Joint, path: Path, judge: _Judge, run: Run) -> dict[str, float]:
     """Write the tuned target beside its drafter, as a folder any tool opens; returns how far it went."""
     quality = learner.quality(judge.batches)
+    if excess := learner.excess(quality):
+        raise UserError(
+            f"{excess}, and no evaluation was within that: lower joint.lr_factor, evaluate earlier (fit.eval_steps) "
+            "or allow more, with redo=[fit]"
+        )
     learner.finish()
     folder, working = path / TUNED, path / f".{TUNED}.partial"
     shutil.rmtree(working, ignore_errors=True)

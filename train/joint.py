@@ -44,8 +44,8 @@ class JointConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     """The adapters of target.train=lora."""
     max_kl: float = 0.1
-    """Nats per token that the tuned target may be from the original on withheld texts; beyond it the fit ends, and the
-    last good evaluation's checkpoint is used."""
+    """Nats per token that the tuned target may be from the original on withheld texts. An evaluation (fit.eval_steps)
+    beyond it ends the fit, and the best one within it is used; a fit without one within it fails."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr_factor <= 10 or not self.drafter_weight > 0 or not self.max_kl > 0:
@@ -135,6 +135,13 @@ class Joint:
     def state(self) -> dict[str, Tensor]:
         return self.drafter.state_dict()
 
+    def excess(self, quality: Mapping[str, float]) -> str | None:
+        """What is wrong where the target went further than allowed."""
+        distance, most = quality["kl_original"], self.config.max_kl
+        if distance <= most:
+            return None
+        return f"the tuned target is {distance:.3f} nats a token from the original (joint.max_kl={most:g})"
+
     @torch.no_grad()
     def quality(self, batches: Sequence[Batch]) -> dict[str, float]:
         """How far the target is from what it was, over texts: KL in nats per token, and the perplexity of the texts
@@ -183,8 +190,4 @@ def _tuned(target: Target, config: JointConfig, lora: bool, generator: torch.Gen
 
 def _copy(target: Target) -> Target:
     """The original beside the one that is trained."""
-    held, target.packed = target.packed, None
-    try:
-        return Target(copy.deepcopy(target.model), target.tokenizer, target.name, "off")
-    finally:
-        target.packed = held
+    return Target(copy.deepcopy(target.model), target.tokenizer, target.name, "off")

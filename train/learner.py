@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batches import Batch
+from specdec.errors import UserError
 from train.adapters import LoraConfig, add_adapters, merged_state
 from train.losses import Total
 
@@ -29,6 +30,10 @@ class Learner:
         )
         self.factors: Mapping[str, float] = {}
         self._adapted = lora is not None
+        if lora is not None and lora.dropout and not drafter.train().training:
+            raise UserError(
+                "fit.lora.dropout: this drafter reads in training as in decoding, without dropout; set it to 0"
+            )
 
     def begin(self, share: float) -> None:
         """Nothing changes in the course of a fit."""

@@ -157,6 +157,9 @@ def test_a_target_tuned_with_its_heads_through_the_whole_pipeline(tmp_path, targ
     before = files(tuned)
     assert run(*asked).returncode == 0
     assert files(tuned) == before
+    far = run(*asked, "joint.max_kl=1e-9", "joint.warmup=0.0", "stages=[fit]", "redo=[fit]")
+    assert far.returncode == 1
+    assert "nats a token from the original (joint.max_kl=1e-09), and no evaluation was within that" in far.stderr
 
 
 def test_a_mixture_on_the_command_line(tmp_path, target_folder):

@@ -1,10 +1,11 @@
 """Adapters on a drafter: what is trained, what is saved, and that both say the same."""
 
+import pytest
 import torch
 
 from data.batches import batches
 from data.texts import Text
-from specdec import Limits, TreeConfig, generate, open_drafter
+from specdec import Limits, TreeConfig, UserError, generate, open_drafter
 from specdec.drafters import draft_model
 from specdec.drafters.none import Plain
 from train import checkpoint
@@ -59,6 +60,11 @@ def test_adapters_are_merged_when_saved_and_say_the_same(target, tmp_path):
     opened.tree = TreeConfig(depth=3)
     expected = generate(target, Plain(), [[5, 6, 7]], Limits(20))[0].tokens
     assert generate(target, opened, [[5, 6, 7]], Limits(20))[0].tokens == expected
+
+
+def test_dropout_that_would_do_nothing_is_refused(target, tmp_path):
+    with pytest.raises(UserError, match=r"fit\.lora\.dropout"):
+        fitted(target, tmp_path, LoraConfig(rank=4, dropout=0.1))
 
 
 def test_a_resumed_fit_of_adapters_is_bit_for_bit_the_same(target, tmp_path):

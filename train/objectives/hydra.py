@@ -1,78 +1,18 @@
-"""How Hydra's heads are trained on a frozen target (2402.05109 §3, §4): each reads the text's own tokens before the one
-it guesses, and learns the target's own law of that one, or the token itself; head k counts decay ** k.
-"""
+"""How Hydra's heads are trained (2402.05109 §3, §4): train/heads.py, reading the text's own tokens before the guess."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from data.batches import Batch
-from specdec.align import align
 from specdec.drafters.hydra import Hydra
-from specdec.errors import UserError
-from specdec.target import Target
-from specdec.vocab import places
-from train.horizons import known_weighting, step_of, steps_loss
-from train.losses import Total, loss_named
-from train.teacher import known_teacher, law
+from train.heads import HeadsObjective, HeadsObjectiveConfig
 
 
-@dataclass(frozen=True)
-class HydraObjectiveConfig:
-    """conf/drafter/hydra.yaml, `objective`."""
-
-    decay: float = 0.8
-    """Head k weighs decay ** k."""
-    loss: str = "kl"
-    """A loss of train/losses.py or a sum of some, e.g. kl, lk_hybrid, 0.1*ce+0.9*tv."""
-    weighting: str = "decay"
-    """accepted: rows also weigh what their acceptance adds to the accepted length."""
-    teacher: str = "soft"
-    """soft: the target's distribution (Hydra++); hard: the token of the text (then kl is cross-entropy, as Hydra)."""
-    teacher_power: float = 1.0
-    """soft: the teacher's probabilities are raised to this power and normalised."""
-    supervise_prompt: bool = False
-    """Also learn over the prompt's own positions."""
-
-    def __post_init__(self) -> None:
-        loss_named(self.loss)
-        known_weighting(self.weighting)
-        known_teacher(self.teacher, self.teacher_power)
-        if not self.decay > 0:
-            raise UserError(f"drafter.objective.decay must be above 0, got {self.decay}")
+class HydraObjective(HeadsObjective):
+    def rows(self, drafter: Hydra, head: int, final: Tensor, read: list[Tensor], taught: Tensor) -> Tensor:
+        return drafter.hidden(head, final[taught], torch.stack(read, 2)[taught])
 
 
-class HydraObjective:
-    """(drafter, batch) -> {'loss': Total, …} and what train/horizons.py measures."""
-
-    def __init__(self, config: HydraObjectiveConfig, drafter: Hydra, target: Target) -> None:
-        self.config = config
-        self.loss = loss_named(config.loss)
-        self.teacher_head = target.head_rows(drafter.draft_ids).detach()
-        self.place = places(drafter.draft_ids, target.vocab_size)
-        self.horizon = 2
-
-    def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]:
-        assert isinstance(drafter, Hydra)
-        final = batch.features[:, :, -1]
-        steps, path = [], []
-        for head in range(drafter.shape.heads):
-            slots = align(batch.tokens, batch.loss_mask, batch.documents, final, self.horizon + head)
-            path.append(slots.inputs)
-            taught = slots.scored & (self.place[slots.labels] >= 0)
-            rows = drafter.hidden(head, final[taught], torch.stack(path, 2)[taught])
-            steps.append(step_of(rows, slots, taught, self.place, self.config.decay**head))
-        # With one matrix for all heads their rows go through it together.
-        groups = [(steps, drafter.output(0).weight)]
-        if drafter.shape.own_output:
-            groups = [([step], drafter.output(head).weight) for head, step in enumerate(steps)]
-        return steps_loss(groups, self._teacher, self.loss, self.config.weighting)
-
-    def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
-        return law(final, label, self.teacher_head, self.config.teacher, self.config.teacher_power)
-
-
-Config, Objective = HydraObjectiveConfig, HydraObjective  # the names the pipeline looks for
+Config = HydraObjectiveConfig = HeadsObjectiveConfig
+Objective = HydraObjective  # Config and Objective are the names the pipeline looks for

@@ -1,76 +1,17 @@
-"""How Medusa's heads are trained on a frozen target (Medusa-1, 2401.10774 §2.2): each against the target's own law of
-the token it guesses, or against the token itself; head k counts decay ** k.
-"""
+"""How Medusa's heads are trained (2401.10774 §2.2): train/heads.py, reading the target's state alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from torch import Tensor
 
-from torch import Tensor, nn
-
-from data.batches import Batch
-from specdec.align import align
 from specdec.drafters.medusa import Medusa
-from specdec.errors import UserError
-from specdec.target import Target
-from specdec.vocab import places
-from train.horizons import known_weighting, step_of, steps_loss
-from train.losses import Total, loss_named
-from train.teacher import known_teacher, law
+from train.heads import HeadsObjective, HeadsObjectiveConfig
 
 
-@dataclass(frozen=True)
-class MedusaObjectiveConfig:
-    """conf/drafter/medusa.yaml, `objective`."""
-
-    decay: float = 0.8
-    """Head k weighs decay ** k (the paper's λ_k)."""
-    loss: str = "kl"
-    """A loss of train/losses.py or a sum of some, e.g. kl, lk_hybrid, 0.1*ce+0.9*tv."""
-    weighting: str = "decay"
-    """accepted: rows also weigh what their acceptance adds to the accepted length."""
-    teacher: str = "soft"
-    """soft: the target's distribution; hard: the token of the text (then kl is the paper's cross-entropy)."""
-    teacher_power: float = 1.0
-    """soft: the teacher's probabilities are raised to this power and normalised."""
-    supervise_prompt: bool = False
-    """Also learn over the prompt's own positions."""
-
-    def __post_init__(self) -> None:
-        loss_named(self.loss)
-        known_weighting(self.weighting)
-        known_teacher(self.teacher, self.teacher_power)
-        if not self.decay > 0:
-            raise UserError(f"drafter.objective.decay must be above 0, got {self.decay}")
+class MedusaObjective(HeadsObjective):
+    def rows(self, drafter: Medusa, head: int, final: Tensor, read: list[Tensor], taught: Tensor) -> Tensor:  # noqa: ARG002
+        return drafter.hidden(head, final[taught])
 
 
-class MedusaObjective:
-    """(drafter, batch) -> {'loss': Total, …} and what train/horizons.py measures."""
-
-    def __init__(self, config: MedusaObjectiveConfig, drafter: Medusa, target: Target) -> None:
-        self.config = config
-        self.loss = loss_named(config.loss)
-        self.teacher_head = target.head_rows(drafter.draft_ids).detach()
-        self.place = places(drafter.draft_ids, target.vocab_size)
-        self.horizon = 2
-
-    def __call__(self, drafter: nn.Module, batch: Batch) -> dict[str, Total]:
-        assert isinstance(drafter, Medusa)
-        final = batch.features[:, :, -1]
-        steps = []
-        for head in range(drafter.shape.heads):
-            slots = align(batch.tokens, batch.loss_mask, batch.documents, final, self.horizon + head)
-            taught = slots.scored & (self.place[slots.labels] >= 0)
-            rows = drafter.hidden(head, final[taught])
-            steps.append(step_of(rows, slots, taught, self.place, self.config.decay**head))
-        # With one matrix for all heads their rows go through it together.
-        groups = [(steps, drafter.output(0).weight)]
-        if drafter.shape.own_output:
-            groups = [([step], drafter.output(head).weight) for head, step in enumerate(steps)]
-        return steps_loss(groups, self._teacher, self.loss, self.config.weighting)
-
-    def _teacher(self, final: Tensor, label: Tensor) -> Tensor:
-        return law(final, label, self.teacher_head, self.config.teacher, self.config.teacher_power)
-
-
-Config, Objective = MedusaObjectiveConfig, MedusaObjective  # the names the pipeline looks for
+Config = MedusaObjectiveConfig = HeadsObjectiveConfig
+Objective = MedusaObjective  # Config and Objective are the names the pipeline looks for
